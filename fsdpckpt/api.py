@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from fsdpckpt.ir import Container, Section
     from fsdpckpt.ir.units import Units
     from fsdpckpt.lazy import LazyCheckpoint
-    from fsdpckpt.options import Launcher, LinkMode, MissingState, TensorForm, VerifyLevel, Visibility
+    from fsdpckpt.options import Launcher, LinkMode, MissingState, OutputScope, TensorForm, VerifyLevel
     from fsdpckpt.runs import Attempt
     from fsdpckpt.verify.difference import Difference
     from fsdpckpt.verify.integrity import Verification
@@ -108,7 +108,7 @@ if TYPE_CHECKING:
         rdzv_endpoint: str | None
         device: Literal["auto", "cpu", "cuda"]
         backend: Literal["auto", "nccl", "gloo"]
-        output_visibility: Visibility | Literal["shared", "node"]
+        output_visibility: OutputScope | Literal["shared", "node"]
         fault_limit: float
 
 

@@ -92,7 +92,7 @@ class Launcher(StrEnum):
     TORCHRUN = "torchrun"
 
 
-class Visibility(StrEnum):
+class OutputScope(StrEnum):
     """Who sees DST: all workers the same one, or each node one of its own, for the ranks it will load."""
 
     SHARED = "shared"
@@ -346,10 +346,10 @@ class LaunchOptions(OptionRecord):
         default="auto",
         scope=Scope.WORKERS,
     )
-    output_visibility: Visibility = option(
+    output_visibility: OutputScope = option(
         "Who sees DST; node: each node a directory of its own, which gets the files that its ranks load.",
         Heading.WORKERS,
-        default=Visibility.SHARED,
+        default=OutputScope.SHARED,
         scope=Scope.WORKERS,
     )
     fault_limit: float = option(

@@ -45,7 +45,7 @@ def convert(source: str, target: str, options: ConvertOptions, launch: LaunchOpt
     try:
         return _convert(source, target, options, launch, progress)
     except BaseException as error:
-        from fsdpckpt.converters.publish import attach_leftovers
+        from fsdpckpt.converters.output import attach_leftovers
 
         attach_leftovers(error, target, options)
         raise
@@ -101,8 +101,8 @@ def _run_rank(
 
     rank_info = rank_from_environment()
     workers_here = rank_info.local_world_size if rank_info is not None else 1
-    visibility = launch.output_visibility
-    return run(group, source, target, options, progress, visibility=visibility, workers_here=workers_here)
+    scope = launch.output_visibility
+    return run(group, source, target, options, progress, scope=scope, workers_here=workers_here)
 
 
 def _report_to_torchrun(error: Exception) -> None:

@@ -22,7 +22,7 @@ from fsdpckpt.comm.transport import TransferBuffers
 from fsdpckpt.converters import pipeline, shared_sources
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.files import SourceFile
-from fsdpckpt.options import ConvertOptions, VerifyLevel, Visibility
+from fsdpckpt.options import ConvertOptions, OutputScope, VerifyLevel
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.sources import Sources
 
@@ -180,7 +180,7 @@ class Bench:
 
         def convert() -> None:
             pipeline.convert(
-                self.group, source, target, options, NoProgress(), visibility=Visibility.SHARED, workers_here=world_size
+                self.group, source, target, options, NoProgress(), scope=OutputScope.SHARED, workers_here=world_size
             )
 
         nbytes = sum(os.path.getsize(os.path.join(source, name)) for name in os.listdir(source))

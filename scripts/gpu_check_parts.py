@@ -21,7 +21,7 @@ from fsdpckpt import comm
 from fsdpckpt.api import convert, save_units
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters import pipeline
-from fsdpckpt.options import ConvertOptions, Visibility
+from fsdpckpt.options import ConvertOptions, OutputScope
 from fsdpckpt.progress import NoProgress
 from tests.comm.forked_workers import forked_workers
 from tests.e2e.distributed.disks import bind, can_bind, own_namespace
@@ -386,7 +386,7 @@ def nodes(check: Check) -> None:
                         str(target),
                         given,
                         NoProgress(),
-                        visibility=Visibility.SHARED,
+                        scope=OutputScope.SHARED,
                         workers_here=4,
                     )
                     if rank == 0:

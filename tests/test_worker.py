@@ -10,7 +10,7 @@ import pytest
 from fsdpckpt.converters import PlannedFile, Report
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
-from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, VerifyLevel, Visibility
+from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, OutputScope, VerifyLevel
 from fsdpckpt.process import ProcessRole, own_rank, rank_from_environment, started_as_worker
 from fsdpckpt.progress import ProgressPipe, follow_progress
 
@@ -70,7 +70,7 @@ def test_options_cross_as_json_and_are_the_same() -> None:
         assert received == options
         kinds = [type(getattr(received, field.name)) for field in dataclasses.fields(received)]
         assert kinds == [type(getattr(options, field.name)) for field in dataclasses.fields(options)]
-    launch = LaunchOptions(launcher=Launcher.TORCHRUN, nproc_per_node="gpu", output_visibility=Visibility.NODE)
+    launch = LaunchOptions(launcher=Launcher.TORCHRUN, nproc_per_node="gpu", output_visibility=OutputScope.NODE)
     assert LaunchOptions(**_through_json(asdict(launch))) == launch
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.linking import require_recorded
-from fsdpckpt.converters.staging import StagingDirectories
+from fsdpckpt.converters.output.places import OutputPlaces
 from fsdpckpt.converters.transform import TransformedCheckpoint
 from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnwritableError
@@ -33,7 +33,7 @@ from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
-from fsdpckpt.plan.transfer import Visible
+from fsdpckpt.plan.transfer import SeenBy
 from fsdpckpt.process import without_collection
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
@@ -68,7 +68,7 @@ class Pair:
 class OutputCheck:
     """One rank's part of the check. ``transformed``: what was to be written, on rank 0; None on the others.
 
-    ``files``: the source's files; ``visible``: which rank sees which of them. ``holders``: for each target file the
+    ``files``: the source's files; ``seen_by``: which rank sees which of them. ``holders``: for each target file the
     ranks that see it. ``crcs``: the CRC-32 of each file as it was written. ``path``: where rank 0 finds the output, a
     directory or one file. ``require_unchanged`` raises SourceError if a source file changed after it was copied:
     differing bytes are then not the output's fault.
@@ -78,9 +78,9 @@ class OutputCheck:
     transformed: TransformedCheckpoint | None
     options: ConvertOptions
     progress: Progress
-    directories: StagingDirectories
+    places: OutputPlaces
     files: Sequence[SourceFile]
-    visible: Visible
+    seen_by: SeenBy
     holders: Mapping[str, Sequence[int]]
     crcs: Mapping[str, int]
     path: str
@@ -107,7 +107,7 @@ class OutputCheck:
                 "tuple[object, list[str], list[int]]", group.broadcast_object(message, name="what is to be compared")
             )
             pairs = pairs if group.rank == 0 else unpack_pairs(packed)
-            divided = divide_pairs(pairs, self.visible, self._visible_output(names), group.world_size)
+            divided = divide_pairs(pairs, self.seen_by, self._visible_output(names), group.world_size)
         compared = self._compare(divided[group.rank], names, lengths) | self._compare_rest(divided[-1], written)
         with group.step("check that the sources did not change"), group.heartbeat():
             self.require_unchanged()
@@ -142,7 +142,7 @@ class OutputCheck:
 
     def _require_as_written(self) -> None:
         for name, crc in self.crcs.items():
-            path = self.directories.locate(self.group.rank, name)
+            path = self.places.locate(self.group.rank, name)
             if not os.path.isfile(path):  # on another node
                 continue
             try:
@@ -171,23 +171,21 @@ class OutputCheck:
                 return _match(self.transformed, self.path, self.options, opener)
 
     def _serve(self) -> None:
-        root, local = (
-            self.directories.paths[number][0] for number in (0, self.directories.of_worker[self.group.rank] or 0)
-        )
-        serve_sources(self.group, roots={root: local})
+        here = self.places.seen_from(self.group.rank)
+        serve_sources(self.group, roots={self.places.places[0].path: here.path})
 
     def _name(self, path: str) -> str:
         return "" if path == self.path else os.path.relpath(path, self.path)
 
-    def _visible_output(self, names: Sequence[str]) -> Visible:
-        visible = np.zeros((len(names), self.group.world_size), bool)
+    def _visible_output(self, names: Sequence[str]) -> SeenBy:
+        seen_by = np.zeros((len(names), self.group.world_size), bool)
         for number, name in enumerate(names):
-            visible[number, list(self.holders.get(name, ()))] = True
-        return visible
+            seen_by[number, list(self.holders.get(name, ()))] = True
+        return seen_by
 
     def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> Compared:
         """Compare this rank's share; return the results of all ranks."""
-        paths = [self.directories.locate(self.group.rank, name) for name in names]
+        paths = [self.places.locate(self.group.rank, name) for name in names]
         written = [Stored(*each) for each in zip(paths, lengths, strict=True)]
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources, self._blamed():
             share = self._read(pairs, sources, written)
@@ -356,7 +354,7 @@ def _form_text(tensor: Tensor, dtype: DType) -> str:
     return f"{dtype.name} {list(tensor.shape)}"
 
 
-def divide_pairs(pairs: Sequence[Pair], source: Visible, written: Visible, workers: int) -> list[list[Pair]]:
+def divide_pairs(pairs: Sequence[Pair], source: SeenBy, written: SeenBy, workers: int) -> list[list[Pair]]:
     """Give each worker a share of the ``pairs`` whose files it sees, of about the same number of bytes; the last share
     is the rest.
 

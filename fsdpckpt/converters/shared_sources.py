@@ -21,7 +21,7 @@ from fsdpckpt.converters.same_files import checksum_proof, identity_proofs
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.files import SourceFile, Stored
-from fsdpckpt.plan.transfer import Visible
+from fsdpckpt.plan.transfer import SeenBy
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import names_text
@@ -51,25 +51,25 @@ def content_identity(source_file: SourceFile, sources: Sources) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SeenSources:
-    """Who reads which file. ``visible[file, rank]``: which rank may read it; ``apart`` (files,): ranks may read copies
+    """Who reads which file. ``seen_by[file, rank]``: which rank may read it; ``apart`` (files,): ranks may read copies
     of it that only their checksums prove to be the same. ``unproved[file, rank]``: which rank sees a file that nothing
     proves to be the one of the lowest rank, whose copy is then used for all.
     """
 
-    visible: Visible
+    seen_by: SeenBy
     apart: npt.NDArray[np.bool_]
-    unproved: Visible
+    unproved: SeenBy
 
     def first(self, count: int) -> SeenSources:
         """Of the first ``count`` files."""
-        return SeenSources(self.visible[:count], self.apart[:count], self.unproved[:count])
+        return SeenSources(self.seen_by[:count], self.apart[:count], self.unproved[:count])
 
     def notes(self, paths: Sequence[str]) -> list[Note]:
         """Whose copies are used of files of which several were found. ``paths``: those of all files."""
         by_workers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for number in np.flatnonzero(self.unproved.any(axis=1)).tolist():
             others = tuple(np.flatnonzero(self.unproved[number]).tolist())
-            by_workers.setdefault((int(np.argmax(self.visible[number])), others), []).append(paths[number])
+            by_workers.setdefault((int(np.argmax(self.seen_by[number])), others), []).append(paths[number])
         return [
             Note(
                 "copies",
@@ -117,7 +117,7 @@ def see_sources(group: Group, files: Sequence[SourceFile], sources: Sources) -> 
     return SeenSources(seen & (same | by_sums), apart, seen & ~same & ~by_sums)
 
 
-def _like_the_lowest(seen: Visible, proofs: Sequence[Sequence[Sequence[bytes]]]) -> Visible:
+def _like_the_lowest(seen: SeenBy, proofs: Sequence[Sequence[Sequence[bytes]]]) -> SeenBy:
     """``[file, rank]``: whether a rank's file has a proof in common with that of the lowest rank that sees it.
 
     ``proofs[rank][file]``; an empty one proves nothing.
@@ -131,8 +131,8 @@ def _like_the_lowest(seen: Visible, proofs: Sequence[Sequence[Sequence[bytes]]])
     return same
 
 
-def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) -> Visible:
-    """``visible[path, worker]``, from ``identities[worker]``: the ``content_identity`` of each path.
+def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) -> SeenBy:
+    """``seen_by[path, worker]``, from ``identities[worker]``: the ``content_identity`` of each path.
 
     Raises SourceCorruptError that lists every path under which workers see different files, or which no worker sees.
     """

@@ -30,7 +30,7 @@ from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_w
 from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.transfer import TransferPlan, Visible, Window, plan_transfers
+from fsdpckpt.plan.transfer import SeenBy, TransferPlan, Window, plan_transfers
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.local import aligned_buffer
@@ -47,7 +47,7 @@ _Staged: TypeAlias = "tuple[Int64Array, str]"
 def execute(
     group: Group,
     job: Job,
-    visible: Visible,
+    seen_by: SeenBy,
     *,
     sources: Sources,
     locate: Callable[[str], str],
@@ -61,7 +61,7 @@ def execute(
 ) -> dict[str, int]:
     """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
 
-    ``visible[file, rank]``: which rank sees which source. ``sources`` opens those that this rank sees. ``recorder``
+    ``seen_by[file, rank]``: which rank sees which source. ``sources`` opens those that this rank sees. ``recorder``
     keeps this rank's journal, if it writes. ``journaled``, on rank 0: the journals of an interrupted run;
     ``job.claims`` from them are read back, and kept if they are as the journal says and ``execute.staged`` finds
     nothing against them; ``reread``: they are also compared with the source. ``compare``: the files exist and are
@@ -73,7 +73,7 @@ def execute(
     TargetUnwritableError if the file system refuses; the first error stops all threads. With several ranks all raise
     WorkerError, with the error as its ``original``.
     """
-    run = _Run(group, job, visible, sources, locate, threads, progress, recorder, journaled, compare, reread, apart)
+    run = _Run(group, job, seen_by, sources, locate, threads, progress, recorder, journaled, compare, reread, apart)
     try:
         claims = run.read_back() if len(job.claims) else job.claims
         progress.begin("compare" if compare else "copy", run.bytes_left())
@@ -97,7 +97,7 @@ class _Run:
 
     group: Group
     job: Job
-    visible: Visible
+    seen_by: SeenBy
     sources: Sources
     locate: Callable[[str], str]
     threads: int
@@ -157,7 +157,7 @@ class _Run:
 
                 def prove(file: StagedFile, view: memoryview) -> None:
                     self.staged.add_all(file.sums(window.begin, view))
-                    if self.reread and self.visible[file.sources(window.begin, window.end), group.rank].all():
+                    if self.reread and self.seen_by[file.sources(window.begin, window.end), group.rank].all():
                         file.require_source(window.begin, view, assemblers[thread], step)
 
                 output = self.outputs[window.segment]
@@ -189,7 +189,7 @@ class _Run:
         self.transfers = plan_transfers(
             job.plan,
             job.segments,
-            self.visible,
+            self.seen_by,
             rank=self.group.rank,
             window=settings.window,
             round_bytes=settings.round_bytes,
@@ -352,8 +352,8 @@ class _Run:
         """
         own = np.zeros(len(ranges), np.bool_)
         for file in np.unique(ranges[:, 0]).tolist():
-            rows, ranks = np.flatnonzero(ranges[:, 0] == file), np.flatnonzero(self.visible[file])
-            reads_own = file in self.apart and self.visible[file, self.group.rank]
+            rows, ranks = np.flatnonzero(ranges[:, 0] == file), np.flatnonzero(self.seen_by[file])
+            reads_own = file in self.apart and self.seen_by[file, self.group.rank]
             own[rows] = reads_own or ranks[rows % len(ranks)] == self.group.rank
         return ranges[own]
 

@@ -110,7 +110,7 @@ def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> 
     return nodes[target_rank * len(nodes) // world_size]
 
 
-Visible: TypeAlias = npt.NDArray[np.bool_]
+SeenBy: TypeAlias = npt.NDArray[np.bool_]
 """``[file, rank]``: which rank sees which source file."""
 
 
@@ -158,34 +158,34 @@ class _Need:
 def plan_transfers(
     plan: Plan,
     segments: Sequence[Segment],
-    visible: Visible,
+    seen_by: SeenBy,
     *,
     rank: int,
     window: int,
     round_bytes: int,
     written: Int64Array,
 ) -> TransferPlan:
-    """Plan the transfers of rank ``rank``. ``visible[file, rank]``: which rank sees which source file; every file is
+    """Plan the transfers of rank ``rank``. ``seen_by[file, rank]``: which rank sees which source file; every file is
     seen by at least one.
 
     ``written``: rows of (segment, begin, end, ...), in order: windows that an interrupted run has written. A segment
     that is complete has an empty window. A window must not need more than ``round_bytes``; the less each window needs,
     the better rounds are filled.
     """
-    senders = _choose_senders(visible)
+    senders = _choose_senders(seen_by)
     owned: dict[int, list[int]] = {rank: []}
     for number, segment in enumerate(segments):
         owned.setdefault(segment.owner, []).append(number)
-    served = (~visible & (senders == rank)).any(axis=0)
+    served = (~seen_by & (senders == rank)).any(axis=0)
     served[rank] = True
-    search = _NeedSearch(plan, segments, visible, senders, window, round_bytes, written)
+    search = _NeedSearch(plan, segments, seen_by, senders, window, round_bytes, written)
     needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if served[owner]]
     rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
     own_need = next(need for need in needs if need.owner == rank)
     streams = {need.owner: _stream(need, rank) for need in needs if (need.sender == rank).any()}
     return TransferPlan(
         windows=tuple(own_need.windows),
-        files=_files_with_streams(plan, segments, own_need, visible, rank),
+        files=_files_with_streams(plan, segments, own_need, seen_by, rank),
         streams=streams,
         sends={need.owner: _by_round(need, rank, rounds) for need in needs if need.owner in streams},
         receives={s: _by_round(own_need, s, rounds) for s in sorted(set(own_need.sender.tolist()))},
@@ -193,12 +193,12 @@ def plan_transfers(
     )
 
 
-def _choose_senders(visible: Visible) -> Int64Array:
+def _choose_senders(seen_by: SeenBy) -> Int64Array:
     """Which rank sends file f to rank o, as [f, o], if it must be sent: the ranks that see f take turns."""
-    senders = np.zeros(visible.shape, np.int64)
-    for file in np.flatnonzero(~visible.all(axis=1)).tolist():
-        sees = np.flatnonzero(visible[file])
-        senders[file] = sees[(file + np.arange(visible.shape[1])) % len(sees)]
+    senders = np.zeros(seen_by.shape, np.int64)
+    for file in np.flatnonzero(~seen_by.all(axis=1)).tolist():
+        sees = np.flatnonzero(seen_by[file])
+        senders[file] = sees[(file + np.arange(seen_by.shape[1])) % len(sees)]
     return senders
 
 
@@ -208,7 +208,7 @@ class _NeedSearch:
 
     plan: Plan
     segments: Sequence[Segment]
-    visible: Visible
+    seen_by: SeenBy
     senders: Int64Array
     window: int
     round_bytes: int
@@ -227,7 +227,7 @@ class _NeedSearch:
             first = len(bounds)
             bounds += [(number, begin, end) for begin, end in ranges] or [(number, segment.end, segment.end)]
             begins, ends = np.asarray(ranges, np.int64).reshape(-1, 2).T
-            unreadable = ~self.visible[file.copies.file, owner]
+            unreadable = ~self.seen_by[file.copies.file, owner]
             if unreadable.any():
                 needed = split_copies(file, self.plan, unreadable, begins, ends)
                 if len(needed.nbytes):
@@ -283,7 +283,7 @@ def _stream(need: _Need, sender: int) -> FilePlan:
 
 
 def _files_with_streams(
-    plan: Plan, segments: Sequence[Segment], need: _Need, visible: Visible, rank: int
+    plan: Plan, segments: Sequence[Segment], need: _Need, seen_by: SeenBy, rank: int
 ) -> dict[int, FilePlan]:
     """For each segment the plan of its file, taking from streams what this rank does not see."""
     files = {window.segment: plan.files[segments[window.segment].file] for window in need.windows}
@@ -295,16 +295,16 @@ def _files_with_streams(
     for number, needed in need.parts:
         rows = slice(first, first + len(needed.nbytes))
         first = rows.stop
-        files[number] = _with_streams(files[number], needed, visible, rank, need.sender[rows], position[rows])
+        files[number] = _with_streams(files[number], needed, seen_by, rank, need.sender[rows], position[rows])
     return files
 
 
 def _with_streams(
-    file: FilePlan, needed: CopyParts, visible: Visible, rank: int, sender: Int64Array, position: Int64Array
+    file: FilePlan, needed: CopyParts, seen_by: SeenBy, rank: int, sender: Int64Array, position: Int64Array
 ) -> FilePlan:
-    readable = np.flatnonzero(visible[file.copies.file, rank])
+    readable = np.flatnonzero(seen_by[file.copies.file, rank])
     parts = np.stack(needed.copies)
-    parts[0] = len(visible) + sender
+    parts[0] = len(seen_by) + sender
     parts[1] = position
     parts[2] = needed.nbytes // needed.copies.rows  # rows lie end to end in a stream
     copy = np.concatenate([readable, needed.copy])

@@ -171,7 +171,7 @@ class Staging:
         return lock
 
     @property
-    def visible(self) -> str:
+    def final_path(self) -> str:
         """The path that becomes DST: the output directory, or the only file in it."""
         return self.path if self._directory else self.locate("")
 
@@ -238,11 +238,11 @@ class Staging:
             self._refuse_to_replace()
             if not os.path.lexists(self._target) or self.replaces is None:
                 self._rename_into_place()
-            elif swap_names(self.visible, self._target):
-                self._check_replaced(self.visible, lambda: swap_names(self.visible, self._target))
+            elif swap_names(self.final_path, self._target):
+                self._check_replaced(self.final_path, lambda: swap_names(self.final_path, self._target))
             elif not self._directory and os.path.isfile(self._target):  # one rename replaces it: no detour is needed
                 self._check_replaced(self._target, lambda: None)
-                os.rename(self.visible, self._target)
+                os.rename(self.final_path, self._target)
             else:
                 self._replace_in_two_steps()
         self.committed = True
@@ -250,13 +250,13 @@ class Staging:
 
     def _replace_in_two_steps(self) -> None:
         """Move DST aside and the output to its place; after a kill in between the next run moves DST back."""
-        number = os.lstat(self.visible).st_ino
+        number = os.lstat(self.final_path).st_ino
         write_own_file(os.path.join(self.root, _PUBLISHED), b"%d" % number)
         sync_directory(self.root)
         os.rename(self._target, self._aside)
         try:
             self._check_replaced(self._aside, lambda: None)
-            os.rename(self.visible, self._target)
+            os.rename(self.final_path, self._target)
         except BaseException:
             os.rename(self._aside, self._target)
             raise
@@ -292,9 +292,9 @@ class Staging:
         if empty:
             os.rmdir(self._target)
         try:
-            if not _rename(self.visible, self._target, _NOREPLACE):
+            if not _rename(self.final_path, self._target, _NOREPLACE):
                 self._refuse_to_replace()
-                os.rename(self.visible, self._target)
+                os.rename(self.final_path, self._target)
         except OSError as error:
             if empty:
                 with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ import shlex
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from enum import Enum
 from itertools import chain
 from typing import TypeAlias
 
@@ -27,6 +28,15 @@ Contents: TypeAlias = "Mapping[str, FileIdentity]"
 
 LINK = "link"
 """The tag of a symbolic link."""
+
+
+class TargetState(Enum):
+    """What may be at DST when a run begins."""
+
+    ABSENT = "nothing, or an empty directory"
+    REPLACEABLE = "a checkpoint that is deleted once the new one is complete"
+    COMPLETE_TO_COMPARE = "the output of this command, which is compared byte by byte once the plan is known"
+
 
 # What NFS (a file that was deleted while it was open) and macOS put into any directory: not data of the user.
 _SYSTEM_FILES = re.compile(r"\.nfs[0-9a-f]{16,}|\.DS_Store")
@@ -88,11 +98,9 @@ def existing_and_missing(directory: str) -> tuple[str, list[str]]:
     return directory or os.curdir, missing
 
 
-def check_target(target: str, source: str, *, overwrite: bool, compare: bool = False) -> None:
-    """Refuse a DST that exists, lies in SRC, or cannot be created. Nothing is written.
-
-    DST may be an empty directory. With ``compare`` it may exist: whether it is what this command writes is checked once
-    the plan is known.
+def check_target(target: str, source: str, *, state: TargetState) -> None:
+    """Refuse a DST that exists although ``state`` does not allow it, lies in SRC, or cannot be created. Nothing is
+    written.
 
     Raises UsageError, TargetExistsError or TargetUnwritableError.
     """
@@ -112,9 +120,10 @@ def check_target(target: str, source: str, *, overwrite: bool, compare: bool = F
         if local:
             require_outside(target, source)
             _refuse_hidden(target, source)
+        overwrite = state is TargetState.REPLACEABLE
         if local and overwrite and is_within(source, real):
             raise _holds_source(target)
-        if (os.path.lexists(target) or os.path.lexists(real)) and not compare:
+        if (os.path.lexists(target) or os.path.lexists(real)) and state is not TargetState.COMPLETE_TO_COMPARE:
             _refuse_existing(target, real, overwrite=overwrite)
         if local and overwrite and Tree(real).holds(source):  # not earlier: nobody wants a walk through / or ~
             raise _holds_source(target)

@@ -36,6 +36,7 @@ from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableErro
 from fsdpckpt.storage.protocols import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.retry import target_error, with_retries
+from fsdpckpt.storage.target_checks import TargetState
 from fsdpckpt.text import bytes_text
 
 T = TypeVar("T")
@@ -300,8 +301,8 @@ class RemoteTarget:
         return f"{self.url}/{name}" if name else self.url
 
 
-def open_target(url: str, source: str, *, overwrite: bool, compare: bool = False) -> RemoteTarget:
-    """The DST at ``url``, if it may be written; with ``compare`` also one that is complete.
+def open_target(url: str, source: str, *, state: TargetState) -> RemoteTarget:
+    """The DST at ``url``, if what is there is what ``state`` allows.
 
     Raises UsageError when it contains or lies in ``source``, or is no name; TargetExistsError when it is complete and
     not to be overwritten, TargetUnwritableError when nothing can be written there.
@@ -329,8 +330,8 @@ def open_target(url: str, source: str, *, overwrite: bool, compare: bool = False
     objects = (name for name in listed if not name.endswith("/"))  # else it is a directory's placeholder
     names = tuple(name[len(root) :].lstrip("/") for name in objects)
     remote = RemoteTarget(target, filesystem, root, names)
-    if names and not remote.interrupted and not compare:
-        _refuse_existing(remote, overwrite=overwrite)
+    if names and not remote.interrupted and state is not TargetState.COMPLETE_TO_COMPARE:
+        _refuse_existing(remote, overwrite=state is TargetState.REPLACEABLE)
     return remote
 
 

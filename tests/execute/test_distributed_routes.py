@@ -50,17 +50,17 @@ class Machine(Sources):
 class Worker:
     """One worker's routes, buffers and files."""
 
-    def __init__(self, rank: int, job: Job, visible: np.ndarray, folder: str) -> None:
+    def __init__(self, rank: int, job: Job, seen_by: np.ndarray, folder: str) -> None:
         window, round_bytes = job.settings.window, job.settings.round_bytes
         self.transfers: TransferPlan = plan_transfers(
-            job.plan, job.segments, visible, rank=rank, window=window, round_bytes=round_bytes, written=job.claims
+            job.plan, job.segments, seen_by, rank=rank, window=window, round_bytes=round_bytes, written=job.claims
         )
         windows_of_round = Counter(window.round for window in self.transfers.windows if window.round >= 0)
         self.buffers = ReceiveBuffers(
             self.transfers.receives, windows_of_round, self.transfers.rounds, job.settings.rounds_held
         )
-        workers = visible.shape[1]
-        seen = {file.path for number, file in enumerate(job.files) if visible[number, rank]}
+        workers = seen_by.shape[1]
+        seen = {file.path for number, file in enumerate(job.files) if seen_by[number, rank]}
         check = SourceCheck(job.files, Checksums.of([]))
         self.sent: dict[int, int] = {}
         self.reader = StreamReader(job.files, Machine(seen), self.buffers, workers)
@@ -88,13 +88,13 @@ class Worker:
                     self.buffers.written(number)
 
 
-def run(job: Job, visible: np.ndarray, folder: str, *, flip: int | None = None) -> list[int]:
+def run(job: Job, seen_by: np.ndarray, folder: str, *, flip: int | None = None) -> list[int]:
     """As ``execute`` does, without processes. In the byte number ``flip`` that crosses one bit changes.
 
     Returns the workers that find what came to them changed.
     """
     crossed = 0
-    workers = [Worker(rank, job, visible, folder) for rank in range(visible.shape[1])]
+    workers = [Worker(rank, job, seen_by, folder) for rank in range(seen_by.shape[1])]
     for worker in workers:
         for output in worker.outputs.values():
             if output.creates_file:
@@ -163,8 +163,8 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
         plan = make_plan(Target(files))
         sources = disk.save()
         count = rng.randrange(1, 5)
-        visible = np.array([[rng.random() < 0.5 for _ in range(count)] for _ in sources])
-        for row in visible:
+        seen_by = np.array([[rng.random() < 0.5 for _ in range(count)] for _ in sources])
+        for row in seen_by:
             row[rng.randrange(count)] = True
         writers = sorted(rng.sample(range(count), rng.randrange(1, count + 1)))
         window = rng.choice([16, 48, 96, 4096])
@@ -173,7 +173,7 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, rng.randrange(1, 5), 256))
         again = unpack_job(pack_job(job))
         assert pickle.dumps(pack_job(again)) == pickle.dumps(pack_job(job))
-        assert run(again, visible, folder) == []
+        assert run(again, seen_by, folder) == []
         for file, expected in zip(files, wanted, strict=True):
             with open(os.path.join(folder, file.path), "rb") as stream:
                 assert stream.read() == expected
@@ -209,19 +209,19 @@ def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: in
         files, _ = random_files(rng, disk, 3, 0)
         plan = make_plan(Target(files))
         sources = disk.save()
-        visible = np.array([[number % 2 == 0, number % 2 == 1] for number in range(len(sources))])
+        seen_by = np.array([[number % 2 == 0, number % 2 == 1] for number in range(len(sources))])
         with patch.object(partitioning, "_BLOCK", 16):
             segments = tuple(partition(plan, range(len(files)), [0, 1]))
         window = rng.choice([48, 96, 4096])
         job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 2, 256))
         transfers = [
-            plan_transfers(plan, segments, visible, rank=r, window=window, round_bytes=4 * window, written=job.claims)
+            plan_transfers(plan, segments, seen_by, rank=r, window=window, round_bytes=4 * window, written=job.claims)
             for r in (0, 1)
         ]
         crossing = [sum(int(counts.sum()) for counts in each.receives.values()) for each in transfers]
         if not sum(crossing):
             return
-        (found,) = run(job, visible, folder, flip=where % sum(crossing))
+        (found,) = run(job, seen_by, folder, flip=where % sum(crossing))
         assert crossing[found]
 
 
@@ -287,8 +287,8 @@ def test_those_who_see_a_file_take_turns_in_sending_it() -> None:
         target.append(file)
     plan = make_plan(Target(target))
     segments = partition(plan, range(12), [0])
-    visible = np.array([[False, True, True, True]] * 12)
+    seen_by = np.array([[False, True, True, True]] * 12)
     found = plan_transfers(
-        plan, segments, visible, rank=0, window=4096, round_bytes=1 << 20, written=np.zeros((0, 4), np.int64)
+        plan, segments, seen_by, rank=0, window=4096, round_bytes=1 << 20, written=np.zeros((0, 4), np.int64)
     )
     assert {sender: int(counts.sum()) for sender, counts in found.receives.items()} == {1: 4000, 2: 4000, 3: 4000}

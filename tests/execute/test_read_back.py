@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdpckpt.converters.staging import claim_rows
+from fsdpckpt.converters.output.division import claim_rows
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import JournaledWindows, joined
@@ -163,12 +163,12 @@ def test_however_work_is_divided_each_open_byte_has_one_window_and_no_claim_is_c
     segments = partition(made.plan, range(len(made.plan.files)), list(range(workers)), written=claims)
     written = claim_rows({0: JournaledWindows(claims)}, segments)
     assert len(written) == len(claims), "a claim lies across a cut"
-    visible = np.asarray([[rng.random() < 0.5 for _ in range(workers)]])
-    visible[0, rng.randrange(workers)] = True
+    seen_by = np.asarray([[rng.random() < 0.5 for _ in range(workers)]])
+    seen_by[0, rng.randrange(workers)] = True
     found: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(made.plan.files))}
     for rank in range(workers):
         transfers = plan_transfers(
-            made.plan, segments, visible, rank=rank, window=100, round_bytes=1000, written=written
+            made.plan, segments, seen_by, rank=rank, window=100, round_bytes=1000, written=written
         )
         assert {window.segment for window in transfers.windows} == set(transfers.files)
         for window in transfers.windows:

@@ -230,7 +230,7 @@ def test_other_options_are_not_resumed_and_named(source: Path, tmp_path: Path, m
 
 def test_another_program_version_is_not_resumed(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
-    older = "from fsdpckpt.converters import resume; resume.__version__ = '0.0.9'"
+    older = "from fsdpckpt.converters.output import resume; resume.__version__ = '0.0.9'"
     assert convert(source, target, *FULL, hook=(20, AFTER_SYNC), BEFORE=older).code == -signal.SIGKILL
     done = convert(source, target, *FULL)
     assert done.code == 5

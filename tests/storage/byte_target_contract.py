@@ -18,6 +18,7 @@ from fsdpckpt.errors import TargetUnwritableError
 from fsdpckpt.storage import ByteTarget
 from fsdpckpt.storage.local import WritableFile, aligned_buffer
 from fsdpckpt.storage.staging import Staging
+from fsdpckpt.storage.target_checks import TargetState
 from fsdpckpt.storage.upload import PART, UploadOptions, open_target
 
 CONTENT = random.Random(4).randbytes((3 << 20) + 777)  # long enough for direct writes, no whole number of blocks
@@ -191,7 +192,7 @@ class UploadedFile(StagedFile):
 
     def commit(self) -> None:
         self._file.commit()
-        remote = open_target(self.path, "/no/source", overwrite=False)
+        remote = open_target(self.path, "/no/source", state=TargetState.ABSENT)
         remote.send(
             {"": self._file.path}, UploadOptions(PART, lambda _: None, lambda *_: False, lambda *_: None, check=None)
         )

@@ -17,6 +17,7 @@ from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage import ByteTarget
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.retry import ATTEMPTS
+from fsdpckpt.storage.target_checks import TargetState
 from fsdpckpt.storage.upload import PART, UploadOptions, open_target
 from tests.storage.byte_target_contract import (
     ByteTargetContract,
@@ -119,7 +120,7 @@ def test_a_store_without_parts_keeps_nothing_of_an_upload_that_failed(
             return super().write(data)
 
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFile", Failing)
-    remote = open_target("memory://runs/file", "", overwrite=False)
+    remote = open_target("memory://runs/file", "", state=TargetState.ABSENT)
     options = UploadOptions(PART, lambda _: None, lambda *_: False, lambda *_: None, None)
     if failures < ATTEMPTS:
         remote.send({"": str(tmp_path / "file")}, options)
@@ -148,7 +149,7 @@ def test_a_listing_that_failed_is_repeated_and_not_taken_for_an_empty_one(monkey
         filesystem.pipe_file(name, b"1")
     monkeypatch.setattr(MemoryFileSystem, "ls", flaky)
     with pytest.raises(TargetExistsError):
-        open_target("memory://bucket/run/", "", overwrite=False)
+        open_target("memory://bucket/run/", "", state=TargetState.ABSENT)
     for url, names in (("run", {"a", "below/b"}), ("run/a", {""}), ("none", set())):
         failed.clear()
-        assert set(open_target(f"memory://bucket/{url}", "", overwrite=True).names) == names
+        assert set(open_target(f"memory://bucket/{url}", "", state=TargetState.REPLACEABLE).names) == names

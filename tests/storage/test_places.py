@@ -12,14 +12,21 @@ import pytest
 
 from fsdpckpt.errors import UsageError
 from fsdpckpt.storage.places import Tree, is_within
-from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart, require_outside_opened
+from fsdpckpt.storage.target_checks import (
+    TargetState,
+    check_target,
+    refuse_links_into,
+    require_apart,
+    require_outside_opened,
+)
 
 MOUNTED = """
 import os, subprocess, sys
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.report import check_report
 from fsdpckpt.storage.places import Tree, is_within
-from fsdpckpt.storage.target_checks import check_target, refuse_links_into, require_apart, require_source_apart
+from fsdpckpt.storage.target_checks import TargetState, check_target, refuse_links_into
+from fsdpckpt.storage.target_checks import require_apart, require_source_apart
 
 def bind(one, other):
     subprocess.run(["mount", "--bind", one, other], check=True)
@@ -41,16 +48,16 @@ bind("p", "alias")
 bind("p/src/part", "part")
 bind("p/src", "target/inside")
 bind("p/src/one.pt", "file.pt")
-for overwrite in (False, True):
-    refused("alias/src is the source (p/src) by another path", check_target, "alias/src", "p/src", overwrite=overwrite)
-    refused("lies inside the source", check_target, "alias/src/out", "p/src", overwrite=overwrite)
-    refused("lies inside the source", check_target, "alias/src/not/there/yet", "p/src", overwrite=overwrite)
-    refused("lies inside the source", check_target, "part/out", "p/src", overwrite=overwrite)
-    refused("lies inside the source", check_target, "part", "alias/src", overwrite=overwrite)
-    refused("is the source", check_target, "file.pt", "p/src/one.pt", overwrite=overwrite)
-refused("would delete the source", check_target, "target", "p/src", overwrite=True)
-refused("would delete the source", check_target, "target", "part/deep", overwrite=True)
-refused("would delete the source", check_target, "p", "alias/src", overwrite=True)
+for state in (TargetState.ABSENT, TargetState.REPLACEABLE):
+    refused("alias/src is the source (p/src) by another path", check_target, "alias/src", "p/src", state=state)
+    refused("lies inside the source", check_target, "alias/src/out", "p/src", state=state)
+    refused("lies inside the source", check_target, "alias/src/not/there/yet", "p/src", state=state)
+    refused("lies inside the source", check_target, "part/out", "p/src", state=state)
+    refused("lies inside the source", check_target, "part", "alias/src", state=state)
+    refused("is the source", check_target, "file.pt", "p/src/one.pt", state=state)
+refused("would delete the source", check_target, "target", "p/src", state=TargetState.REPLACEABLE)
+refused("would delete the source", check_target, "target", "part/deep", state=TargetState.REPLACEABLE)
+refused("would delete the source", check_target, "p", "alias/src", state=TargetState.REPLACEABLE)
 refused("would delete the source", require_source_apart, "target", "p/src", overwrite=True)
 refused("lies inside the source", require_source_apart, "part/out", "p/src", overwrite=False)
 require_source_apart("target", "p/src", overwrite=False)
@@ -61,15 +68,15 @@ refused("an interrupted upload left", require_apart, "alias", "p/src")
 refused("inside the source", check_report, "part/page.html", "p/src")
 os.makedirs("mounted here")
 bind("own", "mounted here")
-for overwrite in (False, True):
+for state in (TargetState.ABSENT, TargetState.REPLACEABLE):
     try:
-        check_target("mounted here", "p/src", overwrite=overwrite)
+        check_target("mounted here", "p/src", state=state)
     except TargetExistsError as error:
         assert "is a mount point" in error.what, error.what
     else:
         raise SystemExit("a mount point would be renamed")
-check_target("other/out", "p/src", overwrite=True)
-check_target("alias/out", "p/src", overwrite=False)
+check_target("other/out", "p/src", state=TargetState.REPLACEABLE)
+check_target("alias/out", "p/src", state=TargetState.ABSENT)
 print("passed")
 """
 
@@ -99,8 +106,8 @@ def test_what_an_interrupted_run_left_is_no_source_for_the_run_that_removes_it(t
     source = tmp_path / place / "output"
     source.mkdir(parents=True)
     with pytest.raises(UsageError, match="part of what an interrupted run left"):
-        check_target(str(tmp_path / "out"), str(source), overwrite=False)
-    check_target(str(tmp_path / "other"), str(source), overwrite=False)
+        check_target(str(tmp_path / "out"), str(source), state=TargetState.ABSENT)
+    check_target(str(tmp_path / "other"), str(source), state=TargetState.ABSENT)
 
 
 def test_the_units_of_the_source_are_not_deleted_with_what_is_replaced(tmp_path: Path) -> None:

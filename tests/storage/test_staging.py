@@ -25,7 +25,7 @@ from fsdpckpt.storage.staging import (
     swap_names,
     was_interrupted,
 )
-from fsdpckpt.storage.target_checks import check_target, contents_of
+from fsdpckpt.storage.target_checks import TargetState, check_target, contents_of
 
 
 def _write(path: str, data: bytes) -> None:
@@ -193,36 +193,36 @@ def test_more_bytes_than_the_disk_has_are_refused_before_the_first_write(tmp_pat
 
 def test_an_existing_target_is_refused_without_overwrite(tmp_path) -> None:
     (tmp_path / "out").mkdir()
-    check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=False)  # nothing is in it
+    check_target(str(tmp_path / "out"), str(tmp_path / "in"), state=TargetState.ABSENT)  # nothing is in it
     (tmp_path / "out" / "theirs").touch()
     with pytest.raises(TargetExistsError):
-        check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=False)
-    check_target(str(tmp_path / "out"), str(tmp_path / "in"), overwrite=True)
+        check_target(str(tmp_path / "out"), str(tmp_path / "in"), state=TargetState.ABSENT)
+    check_target(str(tmp_path / "out"), str(tmp_path / "in"), state=TargetState.REPLACEABLE)
 
 
 @pytest.mark.parametrize("target", ["in", "in/below/deep"])
 def test_a_target_in_the_source_is_refused(tmp_path, target: str) -> None:
     (tmp_path / "in").mkdir()
     with pytest.raises(UsageError, match="never written to"):
-        check_target(str(tmp_path / target), str(tmp_path / "in"), overwrite=True)
+        check_target(str(tmp_path / target), str(tmp_path / "in"), state=TargetState.REPLACEABLE)
 
 
 def test_overwriting_a_folder_that_holds_the_source_is_refused(tmp_path) -> None:
     (tmp_path / "all" / "in").mkdir(parents=True)
     with pytest.raises(UsageError, match="would delete the source"):
-        check_target(str(tmp_path / "all"), str(tmp_path / "all" / "in"), overwrite=True)
+        check_target(str(tmp_path / "all"), str(tmp_path / "all" / "in"), state=TargetState.REPLACEABLE)
 
 
 def test_the_empty_name_is_no_target(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="DST is empty"):
-        check_target("", str(tmp_path / "in"), overwrite=True)
+        check_target("", str(tmp_path / "in"), state=TargetState.REPLACEABLE)
 
 
 def test_an_existing_file_with_a_slash_behind_it_exists(tmp_path) -> None:
     (tmp_path / "theirs.pt").write_bytes(b"someone's")
     with pytest.raises(TargetExistsError):
-        check_target(f"{tmp_path / 'theirs.pt'}/", str(tmp_path / "in"), overwrite=False)
+        check_target(f"{tmp_path / 'theirs.pt'}/", str(tmp_path / "in"), state=TargetState.ABSENT)
 
 
 @pytest.mark.parametrize("target", [".", "..", "~", "fifo"])
@@ -231,7 +231,7 @@ def test_overwrite_does_not_replace_what_nobody_means(tmp_path, monkeypatch, tar
     os.mkfifo(tmp_path / "here" / "fifo")
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(TargetExistsError, match="which fsdpckpt does not replace"):
-        check_target(os.path.expanduser(target), "/somewhere/else", overwrite=True)
+        check_target(os.path.expanduser(target), "/somewhere/else", state=TargetState.REPLACEABLE)
 
 
 @pytest.mark.parametrize("home", ["link", "real", "../here/real"])
@@ -242,18 +242,18 @@ def test_the_home_directory_is_not_replaced_by_any_of_its_names(tmp_path, monkey
     for name in (home, str(tmp_path / "here" / "link")):
         monkeypatch.setenv("HOME", name)
         with pytest.raises(TargetExistsError, match="the home directory"):
-            check_target(str(tmp_path / "here" / "real"), "/somewhere/else", overwrite=True)
+            check_target(str(tmp_path / "here" / "real"), "/somewhere/else", state=TargetState.REPLACEABLE)
 
 
 def test_replacing_the_root_of_the_source_is_refused(tmp_path) -> None:
     with pytest.raises(UsageError, match="would delete the source"):
-        check_target("/", str(tmp_path / "in"), overwrite=True)
+        check_target("/", str(tmp_path / "in"), state=TargetState.REPLACEABLE)
 
 
 def test_a_file_in_the_way_is_named(tmp_path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(TargetUnwritableError, match="file is not a directory"):
-        check_target(str(tmp_path / "file" / "out"), str(tmp_path / "in"), overwrite=False)
+        check_target(str(tmp_path / "file" / "out"), str(tmp_path / "in"), state=TargetState.ABSENT)
 
 
 def test_what_came_to_be_at_the_target_meanwhile_is_not_replaced(tmp_path) -> None:
@@ -462,14 +462,14 @@ def test_a_target_file_that_vanished_is_named(tmp_path) -> None:
 @pytest.mark.parametrize("name", ["n" * 256, "ü" * 128, f"{'n' * 256}/out", f"out/{'n' * 256}/below"])
 def test_names_that_are_too_long_are_refused_before_anything_is_made(tmp_path, name: str) -> None:
     with pytest.raises(TargetUnwritableError, match="too long"):
-        check_target(str(tmp_path / name), "source", overwrite=False)
+        check_target(str(tmp_path / name), "source", state=TargetState.ABSENT)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("directory", [True, False])
 def test_the_longest_name_can_be_written(tmp_path, directory: bool) -> None:
     target = tmp_path / ("n" * 255)
-    check_target(str(target), "source", overwrite=False)
+    check_target(str(target), "source", state=TargetState.ABSENT)
     staging = Staging(str(target), directory=directory)
     _write(staging.locate("a" if directory else ""), b"whole")
     staging.commit()

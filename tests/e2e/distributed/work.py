@@ -60,7 +60,7 @@ def main(path: str) -> None:
 
     from fsdpckpt.comm.torch_group import TorchGroup
     from fsdpckpt.converters.pipeline import convert
-    from fsdpckpt.options import ConvertOptions, Visibility
+    from fsdpckpt.options import ConvertOptions, OutputScope
     from fsdpckpt.progress import NoProgress
     from tests.oracle.process import quiet_worker
 
@@ -75,7 +75,7 @@ def main(path: str) -> None:
                 case["target"],
                 ConvertOptions(**case["options"]),
                 NoProgress(),
-                visibility=Visibility.NODE if apart else Visibility.SHARED,
+                scope=OutputScope.NODE if apart else OutputScope.SHARED,
                 workers_here=group.world_size,
             )
             reports.append(report.to_json())

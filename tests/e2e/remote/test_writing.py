@@ -217,7 +217,7 @@ def test_a_run_that_was_killed_behind_its_upload_is_known_to_be_complete(
     s3: Proxy, files: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("fsdpckpt.converters.staging.UploadDirectory.remove", lambda _: None)  # as if it never ran
+        patch.setattr("fsdpckpt.converters.output.spool.Spool.remove", lambda _: None)  # as if it never ran
         fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
     assert list(staging.iterdir()) != []
     report = fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)

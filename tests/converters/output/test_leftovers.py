@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.converters import pipeline
-from fsdpckpt.converters.publish import attach_leftovers
-from fsdpckpt.converters.staging import UploadDirectory
+from fsdpckpt.converters.output import attach_leftovers, rename
+from fsdpckpt.converters.output.spool import Spool
 from fsdpckpt.errors import SourceCorruptError, SourceError, TargetExistsError, TargetUnwritableError, leftover_of
 from fsdpckpt.execute.journal import Journal, JournaledWindows, RunIdentity, first_record, windows_record
 from fsdpckpt.options import ConvertOptions
@@ -59,14 +58,14 @@ def test_what_cannot_be_read_does_not_hide_the_error(tmp_path: Path, monkeypatch
         raise PermissionError
 
     interrupted(tmp_path / "out")
-    monkeypatch.setattr("fsdpckpt.converters.resume.read_run", fail)
+    monkeypatch.setattr("fsdpckpt.converters.output.resume.read_run", fail)
     error = SourceError("the disk failed")
     attach_leftovers(error, str(tmp_path / "out"), ConvertOptions())
     assert error.leftover is None
 
 
 def test_a_converted_checkpoint_that_waits_for_its_upload_is_named(tmp_path: Path) -> None:
-    directory = UploadDirectory.of(URL, str(tmp_path))
+    directory = Spool.of(URL, str(tmp_path))
     os.makedirs(directory.path)
     error = TargetUnwritableError("the store failed", file=URL)
     attach_leftovers(error, URL, ConvertOptions(staging=str(tmp_path)))
@@ -74,7 +73,7 @@ def test_a_converted_checkpoint_that_waits_for_its_upload_is_named(tmp_path: Pat
 
 
 def test_an_error_of_the_local_disk_in_an_upload_advises_another_directory_whatever_its_cause(tmp_path: Path) -> None:
-    file = os.path.join(UploadDirectory.of(URL, str(tmp_path)).path, "model.pt")
+    file = os.path.join(Spool.of(URL, str(tmp_path)).path, "model.pt")
     error = TargetUnwritableError("no permission", file=file, next_step="choose another DST, or make room")
     attach_leftovers(error, URL, ConvertOptions(staging=str(tmp_path)))
     assert "--staging DIR" in str(error.next_step)
@@ -85,7 +84,7 @@ def test_whether_a_complete_target_is_compared_is_decided_once(tmp_path: Path, m
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     fsdpckpt.convert(tmp_path / "model.pt", tmp_path / "out.pt")
     answers = iter([True])  # afterwards another run has removed what was left
-    monkeypatch.setattr(pipeline, "was_interrupted", lambda _target: next(answers, False))
+    monkeypatch.setattr(rename, "was_interrupted", lambda _target: next(answers, False))
     report = fsdpckpt.convert(tmp_path / "model.pt", tmp_path / "out.pt")
     assert [note.kind for note in report.notes if "complete already" in note.message] == ["resumed"]
 

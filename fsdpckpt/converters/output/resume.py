@@ -1,29 +1,19 @@
 """Resumes interrupted runs: reads back what their journals list, if the source and the command are still the same.
 
-Staging is kept after a signal or a kill, and after an error of the disk or the operating system on either side (full,
-I/O error, a source that went away), if a journal lists at least one window. After any other error it is removed,
-because the staged data would be wrong or no command could finish it.
-
 The same command resumes without being asked. What another command or another source has left is removed only with
 ``--no-resume``: that command could still finish it. If its source has changed since, no command can.
-
-``StagedOutput`` is what one rank holds in a staging directory during a run, and removes or keeps after an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, cast
-
-import numpy as np
 
 from fsdpckpt import flags
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.converters.prepare import Prepared
-from fsdpckpt.converters.staging import StagingDirectories, divide_work, files_in
+from fsdpckpt.converters.output.places import OutputPlaces
 from fsdpckpt.errors import (
     FsdpckptError,
     InterruptedRunError,
@@ -34,11 +24,10 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     WorkerError,
 )
-from fsdpckpt.execute.job import Budget, Job
+from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.journal import (
     JournaledWindows,
     Record,
-    Recorder,
     RunIdentity,
     joined,
     read_records,
@@ -48,9 +37,9 @@ from fsdpckpt.execute.journal import (
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.option_fields import output_options
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.plan import Plan, make_plan
+from fsdpckpt.plan import Plan
 from fsdpckpt.storage import FileIdentity, changed_error, is_url
-from fsdpckpt.storage.hidden import Lock, journal_path, journal_paths, lock_as_writer, staging_root
+from fsdpckpt.storage.hidden import journal_paths, staging_root
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import InterruptedRun, Staging
 from fsdpckpt.text import bytes_text, size_text
@@ -65,14 +54,14 @@ def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence
 
 
 def source_copies(
-    group: Group, files: Sequence[SourceFile], sources: Sources, visible: Sequence[bool]
+    group: Group, files: Sequence[SourceFile], sources: Sources, seen_by: Sequence[bool]
 ) -> list[list[FileIdentity]]:
     """The distinct copies of each source file that the ranks see, the same list on every rank. Collective.
 
-    ``visible[file]``: whether this rank sees it. ``sources`` knows the identity each file had when it was first opened.
+    ``seen_by[file]``: whether this rank sees it. ``sources`` knows the identity each file had when it was first opened.
     Raises SourceCorruptError if the length of a local file changed since the checkpoint was read.
     """
-    data = [(file, see) for file, see in zip(files, visible, strict=True) if not file.generated]
+    data = [(file, see) for file, see in zip(files, seen_by, strict=True) if not file.generated]
     with group.step("identify the sources"), group.heartbeat(), ThreadPoolExecutor(_LOOKUPS) as pool:
         rows = list(pool.map(lambda each: _identity_row(each[0], sources) if each[1] else [], data))
     everyone = cast("list[list[list[Any]]]", group.all_gather_objects(rows, name="copies of the sources"))
@@ -100,7 +89,7 @@ def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]
 
 def journaled_windows(
     journals: Sequence[Sequence[Sequence[Record]]],
-    directories: StagingDirectories,
+    places: OutputPlaces,
     identity: Callable[[], RunIdentity],
     options: ConvertOptions,
 ) -> tuple[dict[int, JournaledWindows], list[str]]:
@@ -113,17 +102,17 @@ def journaled_windows(
     """
     windows: dict[int, JournaledWindows] = {}
     changed_sources: list[str] = []
-    for number, leader in enumerate(directories.leaders):
-        runs = [run for records in journals[leader] if (run := run_of(records)) is not None]
+    for place in places.places:
+        runs = [run for records in journals[place.leader] if (run := run_of(records)) is not None]
         journaled = joined([each for _, each in runs])
         changes = [change for before, _ in runs for change in before.lost_sources(identity())]
         if changes and options.resume is None:
             changed_sources += changes
             continue
         for before, _ in runs:
-            _require_same_run(before, identity(), f"{directories.roots[number]} holds {size_text(journaled.nbytes)}")
+            _require_same_run(before, identity(), f"{place.root} holds {size_text(journaled.nbytes)}")
         if 0 < journaled.longest <= options.max_memory:
-            windows[number] = journaled
+            windows[place.number] = journaled
     return windows, changed_sources
 
 
@@ -192,99 +181,6 @@ def _cleared_note(interrupted: InterruptedRun, options: ConvertOptions, changed_
     if options.resume:
         return Note("cleared", "there was nothing to resume: started from the beginning")
     return None
-
-
-def dry_run_note(
-    group: Group, prepared: Prepared, target: str, options: ConvertOptions, budget: Budget, sources: Sources
-) -> Note | None:
-    """The note on what a run would do with what an interrupted one left. Raises what that run would raise.
-
-    ``sources``: those from which ``prepared`` was read.
-    """
-    files = prepared.transformed.checkpoint.files
-    interrupted = InterruptedRun.of(target, resume=options.resume is not False)
-    directories = StagingDirectories.of_one_process(interrupted.root)
-    copies = source_copies(group, files, sources, [True] * len(files))
-    journals = [read_records(path) for path in journal_paths(interrupted.root)] if interrupted.resumed else []
-    windows, changed_sources = journaled_windows(
-        [journals], directories, lambda: run_identity(make_plan(prepared.output), options, copies), options
-    )
-    job = divide_work(prepared, directories, np.ones((len(files), 1), bool), budget, windows)
-    return resume_note(job, target, interrupted, options, changed_sources)
-
-
-@dataclass(slots=True, eq=False)
-class StagedOutput:
-    """What one rank holds in a staging directory during a run.
-
-    ``staging``: the directory, if this rank leads one. ``recorder``: its journal, if this rank writes.
-    """
-
-    staging: Staging | None = None
-    recorder: Recorder | None = None
-    _staged_now: bool = False  # the staged files are this run's, not an earlier run's
-    _lock: Lock | None = None  # of a rank that writes beside others
-
-    def prepare(
-        self,
-        group: Group,
-        job: Job,
-        directories: StagingDirectories,
-        identity: Callable[[], RunIdentity],
-        journaled: JournaledWindows,
-        *,
-        links: int,
-    ) -> None:
-        """Remove what is not resumed, check the free space, and open this rank's journal. Collective.
-
-        ``links``: how many links will be made. ``identity``, ``journaled``: as for ``Recorder``; of a run of several
-        ranks, what is journaled stays in the journals of the ranks that wrote it.
-        """
-        number = directories.of_worker[group.rank]
-        with group.step("prepare staging"):
-            staging = self.staging
-            if staging is not None:
-                files, nbytes = files_in(job, number)  # without what an earlier run has linked: links are made again
-                if staging.interrupted.resumed:
-                    if any(job.segments[segment].directory == number for segment in job.claims[:, 0].tolist()):
-                        staging.keep_only(files)
-                    else:
-                        staging.restart()
-                self._staged_now = True
-                staging.require_space(nbytes, files=len(files) + links)
-        with group.step("lock staging"):
-            if number is None or directories.existing[number]:
-                return
-            root = directories.roots[number]
-            if group.world_size == 1:
-                self.recorder = Recorder(journal_path(root), identity, journaled)
-            else:
-                self._lock = lock_as_writer(root, group.rank)
-                self.recorder = Recorder(journal_path(root, group.rank), identity, JournaledWindows())
-
-    def discard_useless(self, error: BaseException, *, several_journals: bool) -> None:
-        """Remove the staged output after ``error``, unless the same command may finish it.
-
-        What an interrupted run left stays if this run has not begun to write there. ``several_journals``: other ranks
-        may have journals in the directory too.
-        """
-        staging = self.staging
-        if staging is None or (staging.interrupted.resumed and not self._staged_now):
-            return
-        nothing_recorded = not several_journals and self.recorder is not None and not self.recorder.nbytes
-        journaled = not nothing_recorded and bool(journal_paths(staging.root))
-        if staging.committed or not is_resumable(error) or not journaled:
-            with suppress(OSError):  # a failing disk may not delete either
-                staging.discard()
-
-    def close(self) -> None:
-        """Release the locks."""
-        if self.staging is not None:
-            self.staging.close()
-            self.staging = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
 
 def is_resumable(error: BaseException) -> bool:

@@ -13,8 +13,8 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.converters.check import Pair, divide_pairs, pack_pairs, unpack_pairs
-from fsdpckpt.converters.publish import assign_senders
-from fsdpckpt.converters.staging import UploadDirectory, is_sent
+from fsdpckpt.converters.output.spool import Spool, is_sent
+from fsdpckpt.converters.output.upload import assign_senders
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -93,7 +93,7 @@ INFO = {"ETag": '"5d41"', "size": 5}
 
 
 def test_what_was_sent_counts_for_the_upload_it_was_sent_in_alone(tmp_path: Path) -> None:
-    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
+    stage = Spool.of("s3://runs/step-1", str(tmp_path))
     with stage.locked(resume=False) as first:
         stage.note_sent(first, 0, "a", INFO)
         Path(stage.path).touch()
@@ -130,7 +130,7 @@ def test_dst_may_be_called_what_our_notes_are_called(
 
 
 def test_what_a_run_leaves_empty_is_removed_by_the_next(tmp_path: Path) -> None:
-    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
+    stage = Spool.of("s3://runs/step-1", str(tmp_path))
     with stage.locked(resume=True):
         Path(stage.path).mkdir()
     assert Path(stage.path).is_dir()
@@ -140,7 +140,7 @@ def test_what_a_run_leaves_empty_is_removed_by_the_next(tmp_path: Path) -> None:
 
 
 def test_one_run_at_a_time_writes_from_a_staging_directory_and_leaves_none_without_need(tmp_path: Path) -> None:
-    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
+    stage = Spool.of("s3://runs/step-1", str(tmp_path))
     with stage.locked(resume=True) as upload:
         with pytest.raises(TargetExistsError), stage.locked(resume=False):
             pass
@@ -156,7 +156,7 @@ def test_a_link_in_place_of_the_staging_directory_is_refused_and_what_it_leads_t
     (home / "step-1").mkdir(parents=True)
     (home / "step-1" / "thesis.txt").write_text("years of work")
     shared.mkdir()
-    stage = UploadDirectory.of("s3://runs/step-1", str(shared))
+    stage = Spool.of("s3://runs/step-1", str(shared))
     Path(stage.root).symlink_to(home)  # anyone can make it in /tmp
     with pytest.raises(TargetUnwritableError, match="is a symbolic link"), stage.locked(resume=False):
         pass
@@ -167,7 +167,7 @@ def test_a_link_in_place_of_the_staging_directory_is_refused_and_what_it_leads_t
 def test_a_lock_on_a_directory_that_another_run_removed_meanwhile_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path))
+    stage = Spool.of("s3://runs/step-1", str(tmp_path))
     lock, calls = fcntl.flock, []
 
     def after_another_run(descriptor: int, operation: int) -> None:
@@ -188,7 +188,7 @@ def test_a_relative_staging_directory_that_does_not_exist_is_made_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stage = UploadDirectory.of("s3://runs/step-1", "scratch")
+    stage = Spool.of("s3://runs/step-1", "scratch")
     with stage.locked(resume=True):
         assert (tmp_path / stage.root).is_dir()
     assert list(tmp_path.iterdir()) == []
@@ -196,7 +196,7 @@ def test_a_relative_staging_directory_that_does_not_exist_is_made_and_removed(
 
 
 def test_the_directories_that_were_made_for_staging_are_removed_with_it(tmp_path: Path) -> None:
-    stage = UploadDirectory.of("s3://runs/step-1", str(tmp_path / "scratch" / "uploads"))
+    stage = Spool.of("s3://runs/step-1", str(tmp_path / "scratch" / "uploads"))
     with stage.locked(resume=True):
         assert Path(stage.root).is_dir()
     assert list(tmp_path.iterdir()) == []

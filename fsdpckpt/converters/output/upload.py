@@ -1,14 +1,9 @@
-"""Publishes the output: a rename on a local disk, an upload to an object store.
+"""Publishes in an object store: converts to a local disk, checks the result there, and uploads it (``storage.upload``).
 
-On a local disk, the output is written to a staging directory beside DST, and one rename makes it visible
-(``storage.staging``).
+The output is staged rather than streamed because the check before publishing, ``--verify full`` and resuming need all
+of it, and because a zip file has its checksums before the data. Staging needs as much local disk as DST will occupy.
 
-For an object store, the same conversion writes to a local disk, is checked there, and is then uploaded
-(``storage.upload``). The output is staged rather than streamed because the check before publishing, ``--verify full``
-and resuming need all of it, and because a zip file has its checksums before the data. Staging needs as much local disk
-as DST will occupy.
-
-All ranks take part in an upload. 1. Rank 0 looks at DST and locks the directory to upload from. If the other ranks see
+All ranks take part. 1. Rank 0 looks at DST and locks the spool, the directory to upload from. If the other ranks see
 that directory, all write to it; otherwise the leader of each node locks one. 2. They convert to it, as to any DST. 3.
 Rank 0 announces the upload. 4. One rank that sees a file sends it. 5. Rank 0 sends the files that list the others, and
 ends the upload. 6. The directories are removed.
@@ -24,18 +19,26 @@ from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Self, TypeAlias, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from fsdpckpt import flags
-from fsdpckpt.comm.liveness import Background, ProcessIdentity, kill_stopped, wait_for
-from fsdpckpt.comm.protocol import Group, Solo
+from fsdpckpt.comm.liveness import Background, kill_stopped, wait_for
+from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.linking import without_links
-from fsdpckpt.converters.overwrite import explain_why_overwrite_is_refused, find_replaceable, foreign_files_error
+from fsdpckpt.converters.output.overwrite import (
+    explain_why_overwrite_is_refused,
+    find_replaceable,
+    foreign_files_error,
+)
+from fsdpckpt.converters.output.places import node_label
+from fsdpckpt.converters.output.publisher import Holders, Request
+from fsdpckpt.converters.output.rename import Rename
+from fsdpckpt.converters.output.resume import is_resumable, other_upload, staged_leftover
+from fsdpckpt.converters.output.spool import Spool, is_sent
 from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
-from fsdpckpt.converters.resume import is_resumable, staged_leftover
-from fsdpckpt.converters.staging import UploadDirectory, is_sent, node_label
 from fsdpckpt.converters.target_spec import check_flavor
 from fsdpckpt.errors import (
+    FsdpckptError,
     InternalError,
     Leftover,
     TargetExistsError,
@@ -45,12 +48,11 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.options import ConvertOptions, LinkMode, VerifyLevel, Visibility
-from fsdpckpt.progress import Progress
+from fsdpckpt.options import ConvertOptions, LinkMode, OutputScope, VerifyLevel
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
-from fsdpckpt.storage.target_checks import require_apart
+from fsdpckpt.storage.target_checks import TargetState, require_apart
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 
 T = TypeVar("T")
@@ -59,53 +61,37 @@ BLOCK = 4 << 20  # bytes compared at once
 CANCEL_SECONDS = 5.0  # to remove the parts of a cancelled upload
 _OTHER_DIRECTORY = f"add {flags.staging('DIR')}, a local directory that can be written to and has room for the output"
 
-Holders: TypeAlias = "Mapping[str, Sequence[int]]"
-"""By target file the ranks that see it in the directory that is uploaded from."""
 
+class Spooled(Rename):
+    """One rank's part of a conversion to the object store at the request's target. As a context manager, holds the
+    locks.
 
-class Upload:
-    """One rank's part of a conversion to the object store at ``target``. As a context manager, holds the locks.
-
-    ``path``, ``options`` and ``visibility``: those of the conversion to the local disk, set on entry. After a failure
-    the local output stays for the next run, and readers refuse what was uploaded so far.
+    ``target``, ``options`` and ``scope`` are those of the conversion to the local disk. After a failure the local
+    output stays for the next run, and readers refuse what was uploaded so far.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        source: str,
-        target: str,
-        options: ConvertOptions,
-        progress: Progress,
-        visibility: Visibility,
-        peers: Sequence[ProcessIdentity],
-    ) -> None:
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._request = request
+        self._requested = request.options
         # the local directory belongs to fsdpckpt
-        self.options = replace(options, staging=None, overwrite=False, link=LinkMode.COPY)
-        self.visibility = visibility
-        self._directory = UploadDirectory("", "")
-        self._group = group
-        self._source = source
-        self._target = target
-        self._requested = options
-        self._progress = progress
+        self.options = replace(request.options, staging=None, overwrite=False, link=LinkMode.COPY)
+        self._unused_staging = False
+        self._url = request.target
+        self._spool = Spool("", "")
+        self._progress = request.progress
         self._begun = time.monotonic()
-        self._peers = peers
         self._locks = ExitStack()
         self._remote: RemoteTarget | None = None
         self._upload = ""
-        self._owns_directory = group.rank == 0
-        self._compares = False  # whether DST is complete, and is compared with the output instead of written
+        self._owns_spool = self.group.rank == 0
+        self._store_state = TargetState.ABSENT  # ``COMPLETE_TO_COMPARE``: DST is complete, nothing is uploaded
         self._replaced: tuple[PlannedFile, ...] = ()
 
-    @property
-    def path(self) -> str:
-        return self._directory.path
-
     def __enter__(self) -> Self:
-        """Look at DST, and lock the directories to upload from. Raises what ``open_target`` raises."""
+        """Look at DST, and lock the spools. Raises what ``open_target`` raises."""
         try:
-            self._open()
+            self._open_store()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -113,55 +99,68 @@ class Upload:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
-            kill_stopped(self._peers)
+            kill_stopped(self._request.peers)
+        self.close()
         self._locks.close()
 
-    def _open(self) -> None:
+    def _allowed_state(self) -> TargetState:
+        return TargetState.COMPLETE_TO_COMPARE  # what is in the spool may wait for its upload
+
+    def differs(self) -> FsdpckptError | None:
+        return other_upload(self.target)
+
+    def _open_store(self) -> None:
         message: object = None
-        with self._group.step("look at the target"):
-            if self._group.rank == 0:
-                message = self._run_watched(lambda _: self._check_target())
-        url, root, names, self._upload, replaced, self._compares = cast(
+        with self.group.step("look at the target"):
+            if self.group.rank == 0:
+                message = self._run_watched(lambda _: self._check_store())
+        url, root, names, self._upload, replaced, complete = cast(
             "tuple[str, str, list[str], str, list[tuple[str, int]], bool]",
-            self._group.broadcast_object(message, name="the target"),
+            self.group.broadcast_object(message, name="the target"),
         )
+        self._store_state = TargetState.COMPLETE_TO_COMPARE if complete else TargetState.ABSENT
         self._replaced = tuple(PlannedFile(*each) for each in replaced)
-        with self._group.step("open the target"):
+        with self.group.step("open the target"):
             filesystem = self._run_watched(lambda _: filesystem_of(url)[0])
             self._remote = RemoteTarget(url, filesystem, root, tuple(names))
-        self._choose_directory(UploadDirectory.of(url, self._requested.staging))
+        self._choose_spool(Spool.of(url, self._requested.staging))
+        self.target = self._spool.path
 
-    def _check_target(self) -> list[object]:
+    def _check_store(self) -> list[object]:
         options = self._requested
         check_flavor(options)
-        without_links(options, f"{self._target} is in an object store")
-        if self.visibility is Visibility.NODE:
+        without_links(options, f"{self._url} is in an object store")
+        if self.scope is OutputScope.NODE:
             raise UsageError(
-                f"every node sees {self._target}: {flags.output_visibility('node')} is for nodes that write to their "
+                f"every node sees {self._url}: {flags.output_visibility('node')} is for nodes that write to their "
                 "own disks",
                 next_step=f"drop {flags.output_visibility}: nodes that share no {flags.staging} directory use their "
                 "own",
             )
-        with explain_why_overwrite_is_refused(self._target):
-            directory = UploadDirectory.of(self._target.rstrip("/"), options.staging)
-            may_be_complete = options.resume or (options.resume is None and bool(directory.upload()))
-            compare = may_be_complete and not options.overwrite
-            remote = open_target(self._target, self._source, overwrite=options.overwrite, compare=compare)
+        spool = Spool.of(self._url.rstrip("/"), options.staging)
+        state = TargetState.ABSENT
+        if options.overwrite:
+            state = TargetState.REPLACEABLE
+        elif options.resume or (options.resume is None and spool.upload()):
+            state = TargetState.COMPLETE_TO_COMPARE
+        with explain_why_overwrite_is_refused(self._url):
+            remote = open_target(self._url, self.source, state=state)
         if remote.interrupted:
-            self._require_resumable_upload(remote, directory)
+            self._require_resumable_upload(remote, spool)
         replaced = replaced_files(find_replaceable(remote.url)) if options.overwrite and not remote.interrupted else ()
-        upload = self._lock(directory)
+        upload = self._lock_spool(spool)
         sizes = [[file.path, file.nbytes] for file in replaced]
-        return [remote.url, remote.root, list(remote.names), upload, sizes, compare and remote.complete]
+        compared = state is TargetState.COMPLETE_TO_COMPARE and remote.complete
+        return [remote.url, remote.root, list(remote.names), upload, sizes, compared]
 
-    def _require_resumable_upload(self, remote: RemoteTarget, directory: UploadDirectory) -> None:
+    def _require_resumable_upload(self, remote: RemoteTarget, spool: Spool) -> None:
         """Raises TargetExistsError if the upload interrupted there may belong to another run, or holds other files.
 
         An upload that this machine began and still has the output of is continued; any other only with ``--resume``, or
         replaced with ``--overwrite``.
         """
         options, (upload, names) = self._requested, remote.announced()
-        is_ours = bool(upload) and upload == directory.upload()
+        is_ours = bool(upload) and upload == spool.upload()
         if not (is_ours or options.overwrite or options.resume):
             raise TargetExistsError(
                 f"{remote.url} holds an upload that was not completed",
@@ -174,62 +173,60 @@ class Upload:
         if foreign:
             raise foreign_files_error(remote.url, foreign)
 
-    def _lock(self, directory: UploadDirectory) -> str:
-        if not is_url(self._source):
-            require_apart(directory.root, self._source)
+    def _lock_spool(self, spool: Spool) -> str:
+        if not is_url(self.source):
+            require_apart(spool.root, self.source)
         if self._requested.dry_run:
             return ""
-        return self._locks.enter_context(directory.locked(resume=self._requested.resume is not False))
+        return self._locks.enter_context(spool.locked(resume=self._requested.resume is not False))
 
-    def _choose_directory(self, directory: UploadDirectory) -> None:
-        """Choose one directory for all ranks, or one for each node if not all ranks see rank 0's."""
-        group = self._group
-        everyone = group.all_gather_objects([node_label(), directory.root, directory.path], name="staging")
+    def _choose_spool(self, spool: Spool) -> None:
+        """Choose one spool for all ranks, or one for each node if not all ranks see rank 0's."""
+        group = self.group
+        everyone = group.all_gather_objects([node_label(), spool.root, spool.path], name="staging")
         rows = cast("list[tuple[str, str, str]]", everyone)
         labels = [label for label, _, _ in rows]
-        self._directory = UploadDirectory(*rows[0][1:])
-        sees = self._requested.dry_run or self._directory.upload() == self._upload
+        self._spool = Spool(*rows[0][1:])
+        sees = self._requested.dry_run or self._spool.upload() == self._upload
         if all(group.all_gather_objects(sees, name="who sees staging")) or len(set(labels)) == 1:
-            self.visibility = Visibility.SHARED
+            self.scope = OutputScope.SHARED
             return
-        self.visibility = Visibility.NODE
+        self.scope = OutputScope.NODE
         leader = labels.index(labels[group.rank])
-        self._directory = UploadDirectory(*rows[leader][1:])
+        self._spool = Spool(*rows[leader][1:])
         with group.step("lock staging"):
             if leader == group.rank != 0:
-                self._owns_directory = True
-                self._lock(self._directory)
+                self._owns_spool = True
+                self._lock_spool(self._spool)
 
-    def publish(self, report: Report, holders: Holders) -> Report:
-        """Upload the output and remove the directories. Collective. Returns the report of the whole run."""
+    def finish(self, report: Report, holders: Holders) -> Report:
+        """Upload the output and remove the spools. Collective. Returns the report of the whole run."""
         if not report.dry_run:
             self._send(report, holders)
-        above = os.path.dirname(self._directory.root)
+        above = os.path.dirname(self._spool.root)
         notes = (*report.notes, Note("staged", f"converted in {above}, then uploaded"))
-        if self._compares:
-            there = f"{self._target} was complete already: every byte was compared, nothing was uploaded"
+        if self._store_state is TargetState.COMPLETE_TO_COMPARE:
+            there = f"{self._url} was complete already: every byte was compared, nothing was uploaded"
             notes = (*(note for note in report.notes if note.kind != "cleared"), Note("resumed", there))
-        if not report.dry_run and self._owns_directory and os.path.lexists(self._directory.path):
-            left = f"{self._target} is complete, but {self._directory.root} could not be removed: remove it"
+        if not report.dry_run and self._owns_spool and os.path.lexists(self._spool.path):
+            left = f"{self._url} is complete, but {self._spool.root} could not be removed: remove it"
             notes = (*notes, Note("left-behind", left, warning=True))
         seconds = time.monotonic() - self._begun
-        return replace(
-            report, target=self._target, staged_in=above, notes=notes, replaced=self._replaced, seconds=seconds
-        )
+        return replace(report, target=self._url, staged_in=above, notes=notes, replaced=self._replaced, seconds=seconds)
 
     def _send(self, report: Report, holders: Holders) -> None:
-        group, remote = self._group, self._remote
+        group, remote = self.group, self._remote
         if remote is None:
             raise InternalError("an upload without a target")
-        files = {name: self._directory.locate(name) for name, ranks in holders.items() if group.rank in ranks}
+        files = {name: self._spool.locate(name) for name, ranks in holders.items() if group.rank in ranks}
         sizes = {file.path: file.nbytes for file in report.files if file.path != MANIFEST}
         with group.step("announce the upload"):
-            if group.rank == 0 and not self._compares:
+            if group.rank == 0 and self._store_state is TargetState.ABSENT:
                 lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}
                 self._run_watched(lambda _: remote.begin({**sizes, **lists}, self._upload))
         senders = assign_senders(sizes, holders)
         chosen = {name: path for name, path in files.items() if senders.get(name) == group.rank}
-        if self._compares:
+        if self._store_state is TargetState.COMPLETE_TO_COMPARE:
             self._compare(remote, chosen, lists=() if "" in sizes else (MANIFEST,))
             return
         earlier = self._sent_earlier()
@@ -251,25 +248,25 @@ class Upload:
         def differing(sent: Callable[[int], None]) -> str | None:
             return remote.differing(files, lambda url, path: _first_difference(url, path, sent) is None)
 
-        with self._group.step("compare the target"):
+        with self.group.step("compare the target"):
             name = self._run_watched(differing)
             if name is not None:
-                raise target_differs(f"{self._target}/{name}" if name else self._target)
+                raise target_differs(f"{self._url}/{name}" if name else self._url)
             if not remote.names or any(name not in remote.names for name in lists):
-                raise target_differs(self._target)
+                raise target_differs(self._url)
         self._progress.end()
         self._remove_staging()
 
     def _remove_staging(self) -> None:
-        with self._group.step("remove staging"):
-            if self._owns_directory:
-                self._directory.remove()
+        with self.group.step("remove staging"):
+            if self._owns_spool:
+                self._spool.remove()
 
     def _sent_earlier(self) -> dict[str, str]:
         """What earlier runs of this upload sent, from the notes on all nodes."""
-        noted = self._directory.sent(self._upload) if self._requested.resume is not False else {}
+        noted = self._spool.sent(self._upload) if self._requested.resume is not False else {}
         tags: dict[str, str] = {}
-        for each in self._group.all_gather_objects(noted, name="what was sent"):
+        for each in self.group.all_gather_objects(noted, name="what was sent"):
             tags.update(cast("dict[str, str]", each))
         return tags
 
@@ -278,7 +275,7 @@ class Upload:
             memory=self._requested.max_memory,
             advance=sent,
             is_uploaded=partial(is_sent, earlier),
-            on_uploaded=partial(self._directory.note_sent, self._upload, self._group.rank),
+            on_uploaded=partial(self._spool.note_sent, self._upload, self.group.rank),
             check=_require_same_bytes if self._requested.verify is VerifyLevel.FULL else None,
         )
 
@@ -288,7 +285,7 @@ class Upload:
         If another rank fails, the work is cancelled. A store that hangs does not make this rank a lost one: its client
         library times out.
         """
-        if isinstance(self._group, Solo):
+        if isinstance(self.group, Solo):
             return work(self._progress.advance)
         stop = threading.Event()
 
@@ -300,7 +297,7 @@ class Upload:
         background = Background("fsdpckpt-upload")
         future = background.submit(lambda: work(sent))
         try:
-            return wait_for(future, partial(self._group.watch, moving=True))
+            return wait_for(future, partial(self.group.watch, moving=True))
         except BaseException:
             stop.set()
             wait([future], CANCEL_SECONDS)
@@ -363,7 +360,7 @@ def attach_leftovers(error: BaseException, target: str, options: ConvertOptions)
 def _leftover(target: str, options: ConvertOptions) -> Leftover | None:
     if not is_url(target):
         return staged_leftover(target, options)
-    directory = UploadDirectory.of(target.rstrip("/"), options.staging)
-    if not os.path.lexists(directory.path):
-        return staged_leftover(directory.path, options)
-    return Leftover(f"the converted checkpoint is kept in {directory.path}", "uploads what is missing")
+    spool = Spool.of(target.rstrip("/"), options.staging)
+    if not os.path.lexists(spool.path):
+        return staged_leftover(spool.path, options)
+    return Leftover(f"the converted checkpoint is kept in {spool.path}", "uploads what is missing")

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.cli.convert import done_lines
-from fsdpckpt.converters.overwrite import find_replaceable
+from fsdpckpt.converters.output.overwrite import find_replaceable
 from fsdpckpt.errors import SourceError, TargetExistsError, UsageError
 from fsdpckpt.storage import staging
 
