@@ -131,6 +131,22 @@ def name_places(
     return None if found is None else (found, model)
 
 
+def may_count_by_groups(ids: Ids, names: NewKeys, order: ParameterOrder) -> bool:
+    """Whether ``ids``, whose places in the model gave them ``names``, may be ids of ``torch.optim`` that mean others.
+
+    A file of Lightning does not say which of its strategies saved it: those for FSDP count over the model, all others
+    group by group.
+    """
+    if counts_over_model(ids.by_group()):  # not as torch.optim counts
+        return False
+    try:
+        return dict(name_ids(ids, order)) != dict(names)
+    except NeedsInformationError:  # several ways: not only the one that was taken
+        return True
+    except SourceCorruptError:
+        return False
+
+
 def _model_unknown(ids: Ids, order: ParameterOrder) -> NeedsInformationError:
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source}",

@@ -30,6 +30,7 @@ from fsdpckpt.transform.naming import (
     contradicted,
     does_not_fit,
     group_flaws,
+    may_count_by_groups,
     name_ids,
     name_places,
     shapes_text,
@@ -108,6 +109,8 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     placed = name_places(ids, known, id_rule_of(checkpoint))
     if placed is not None:
         names, order = placed
+        if not any(each.groups for each in known) and may_count_by_groups(ids, names, order):
+            checkpoint = checkpoint.noted(_doubtful_places(checkpoint, names))
     else:
         names = name_ids(ids, order)
         _require_agreement(checkpoint.source, order, others, [str(name) for name in names.values()])
@@ -118,6 +121,16 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     table = Table.of(checkpoint)
     keys = {member: names.get(key, key) for member, key in enumerate(optim.keys)}
     return _with_keys(checkpoint, table, keys, message)
+
+
+def _doubtful_places(checkpoint: Checkpoint, names: NewKeys) -> Note:
+    number, name = next(iter(names.items()))
+    message = (
+        f"optimizer ids were read as the FSDP strategies of {checkpoint.flavor} count them, over model.parameters(): "
+        f"id {number} is {name}; DDP saves files that look the same and count group by group: if it saved this one, "
+        f"add {flags.parameters('FILE')} with the names in the order of the optimizer, and a blank line between groups"
+    )
+    return Note("unproved-order", message, warning=True)
 
 
 def to_ids(

@@ -425,3 +425,48 @@ def test_a_lightning_file_that_became_plain_counts_as_torch_optim_does(tmp_path:
     names.write_text("embed.weight\ngate.weight\n\n" + "\n".join(n for n in expected if n.startswith("body")))
     fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "named.pt", key_type="name", parameters=names)
     assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)
+
+
+def saved_under_ddp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What Lightning's other strategies save: the optimizer's own state dict."""
+    states = [optimizer.state_dict()]
+    content = {"state_dict": model.state_dict(), "optimizer_states": states, "pytorch-lightning_version": "2.6.0"}
+    torch.save(content, path)
+
+
+def doubts(source: Path, target: Path, **options: Any) -> list[str]:
+    report = fsdpckpt.convert(source, target, flavor="plain", key_type="name", **options)
+    return [str(note.message) for note in report.notes if note.kind == "unproved-order" and note.warning]
+
+
+def test_ids_that_ddp_may_have_counted_are_a_warning_that_says_what_settles_it(tmp_path: Path) -> None:
+    model, optimizer = matrices("mz", "ak")
+    saved_under_ddp(tmp_path / "ddp.ckpt", model, optimizer)
+    (doubt,) = doubts(tmp_path / "ddp.ckpt", tmp_path / "guessed.pt")
+    assert "DDP saves files that look the same" in doubt and "--parameters FILE" in doubt
+    assert not same(moments(load(tmp_path / "guessed.pt")["optimizer"]), truth(model, optimizer))
+    (tmp_path / "order.txt").write_text("m.weight\nz.weight\n\na.weight\nk.weight\n")
+    assert doubts(tmp_path / "ddp.ckpt", tmp_path / "settled.pt", parameters=tmp_path / "order.txt") == []
+    assert same(moments(load(tmp_path / "settled.pt")["optimizer"]), truth(model, optimizer))
+
+
+@pytest.mark.parametrize("own", [("zamk",), ("za", "mk"), ("zm", "ak")])
+def test_lightnings_own_ids_are_doubted_only_if_torch_optim_may_have_counted_them(
+    tmp_path: Path, own: tuple[str, ...]
+) -> None:
+    model, optimizer = matrices(*own)
+    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
+    found = doubts(tmp_path / "own.ckpt", tmp_path / "x.pt")
+    assert bool(found) is (own == ("za", "mk")), "one group is in the order of the model; 0, 2 and 1, 3 have gaps"
+    assert same(moments(load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
+
+
+def test_shapes_that_leave_one_way_leave_no_doubt(tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}], foreach=False)
+    optimizer.step()
+    saved_under_ddp(tmp_path / "ddp.ckpt", model, optimizer)
+    assert doubts(tmp_path / "ddp.ckpt", tmp_path / "x.pt") == []
+    assert same(moments(load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
