@@ -303,9 +303,9 @@ def diff(
     with Sources() as sources:
         opened = _open_all([a, b], sources, options.units, options.ignore_file)
         opened = [without_repeats(checkpoint, sources) for checkpoint in opened]
-        named = _name_both(opened[0], opened[1], sources, options)
+        named, unused = _name_both(opened[0], opened[1], sources, options)
         first, second = (only_section(_chosen(each, options.only), section_of(options.only)) for each in named)
-        return compare(
+        difference = compare(
             first,
             second,
             sources=sources,
@@ -314,6 +314,7 @@ def diff(
             threads=options.threads,
             progress=progress or NO_PROGRESS,
         )
+        return dataclasses.replace(difference, notes=(*unused, *difference.notes))
 
 
 def _chosen(checkpoint: Checkpoint, only: Section | SectionName | None) -> Checkpoint:
@@ -503,15 +504,15 @@ def _name_slices(
     named = logical(checkpoint, sources, _units_request(options), listing=listing)
     if named is not checkpoint or not given:
         return named
-    (read,) = _with_buffers([checkpoint], given, needed=planned)
-    return read
+    (read,), unused = _with_buffers([checkpoint], given, needed=planned)
+    return read.noted(*(Note("unused", message, for_verify=True) for message in unused))
 
 
 def _with_buffers(
     sides: Sequence[Checkpoint], given: Mapping[str, object], *, needed: bool = False
-) -> list[Checkpoint]:
-    """The checkpoints without the problems that ``--buffers`` settles; the first with a note on what is ``given`` and
-    has no effect on any. ``needed``: none, as something else asks for it.
+) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints without the problems that ``--buffers`` settles; and what to say of that which is ``given`` and
+    has no effect on any of them. ``needed``: nothing, as something else asks for it.
     """
     from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
 
@@ -520,19 +521,22 @@ def _with_buffers(
     told = any(known_buffers(side, buffers) != known_buffers(side) for side in sides)
     unused = [] if needed else [name for name in given if name != "buffers" or not told]
     read = [with_named_buffers(side, buffers) for side in sides]
-    if unused:
-        listed = " and ".join(f"{option.flag}" for option in options_of(VerifyOptions) if option.name in unused)
-        which = " and ".join(dict.fromkeys(side.source for side in sides))
-        note = Note("unused", f"{listed} had no effect: nothing else is needed to read {which}")
-        read[0] = read[0].noted(note)
-    return read
+    if not unused:
+        return read, []
+    listed = " and ".join(f"{option.flag}" for option in options_of(VerifyOptions) if option.name in unused)
+    which = " and ".join(dict.fromkeys(side.source for side in sides))
+    return read, [f"{listed} had no effect: nothing else is needed to read {which}"]
 
 
-def _name_both(a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOptions) -> list[Checkpoint]:
-    """Both sides of a comparison with flattened shards by name. Each is help for the other."""
+def _name_both(
+    a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOptions
+) -> tuple[list[Checkpoint], list[str]]:
+    """Both sides of a comparison with flattened shards by name: each is help for the other. Also returns what
+    ``_with_buffers`` does.
+    """
     flattened = any(each.layout is Layout.FLATTENED or each.units is not None for each in (a, b))
     if not flattened and not _knowledge(options):
-        return [a, b]
+        return [a, b], []
     from fsdpckpt.flat.logical import logical, require_comparable
 
     request = _units_request(options)
@@ -542,9 +546,9 @@ def _name_both(a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOpti
     if given and _keyed_differently(*named):
         from fsdpckpt.converters.told_names import named_as_told
 
-        return [named_as_told(each, request, sources) for each in named]
+        return [named_as_told(each, request, sources) for each in named], []
     read_as_they_are = given and all(each is one for each, one in zip(named, (a, b), strict=True))
-    return _with_buffers(named, given) if read_as_they_are else named
+    return _with_buffers(named, given) if read_as_they_are else (named, [])
 
 
 def _keyed_differently(a: Checkpoint, b: Checkpoint) -> bool:

@@ -127,10 +127,11 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     for label, optim in named_optimizers.items():
         yield from _groups(optim.param_groups, columns, f"{label}: ")
     yield from _extra_texts(checkpoint, columns)
-    not_carried = [note for note in checkpoint.notes if note.kind == "not-carried" and note.keys]
-    for note in not_carried:  # what convert does not copy
-        yield from wrapped(f"other files: {names_text(note.keys, 6)}", columns)
-    for message in fold_notes(note.message for note in checkpoint.notes if note not in not_carried):
+    left_out = [each for each in checkpoint.origin.left_out if each.names]
+    for each in left_out:  # what convert does not copy
+        yield from wrapped(f"other files: {names_text(each.names, 6)}", columns)
+    said = {each.message for each in left_out}
+    for message in fold_notes(note.message for note in checkpoint.notes if note.message not in said):
         yield from wrapped(f"note: {message}", columns)
     problems = checkpoint.problems
     for problem in problems if columns is None else problems[:MAX_PROBLEMS]:

@@ -64,11 +64,11 @@ def adapt_to_form(
     source = replace(checkpoint, origin=replace(checkpoint.origin, ignored=others))
     copied = side_files(source, flavor, world_size, sources, only=only, directory=directory)
     below = f"{checkpoint.origin.directory.rstrip('/')}/"  # ``copied`` lists its files again
-    notes = [note for note in checkpoint.notes if note.kind != "not-carried" or (note.key or "").startswith(below)]
+    left_out = tuple(each for each in checkpoint.origin.left_out if each.directory.startswith(below))
     checkpoint = replace(
         checkpoint,
         files=(*checkpoint.files, *copied.sources),
-        ledger=replace(checkpoint.ledger, notes=tuple(notes)),
+        origin=replace(checkpoint.origin, left_out=left_out),
     )
     if only is None:
         checkpoint = _place_named(checkpoint, flavor, form)
@@ -94,7 +94,7 @@ def adapt_to_form(
     if not has_both:
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
         checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
-    checkpoint = checkpoint.noted(*copied.notes)
+    checkpoint = checkpoint.noted(*copied.notes).lacks(*copied.lacking)
     if only is None and form.optim is not None and not checkpoint.has(Section.OPTIM):
         message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
         checkpoint = checkpoint.noted(Note("resumption", message, warning=True))
@@ -268,7 +268,7 @@ def _extras_implying_both(checkpoint: Checkpoint, flavor: Flavor, form: Form) ->
 
 def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, placed: tuple[PathKey, ...]) -> tuple[str, ...]:
     """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
-    files = [*copied.files, *(name for note in copied.notes for name in note.keys)]
+    files = [*copied.files, *copied.left_out]
     accounted_for = {*map(str, placed), *_extra_names_in_files(files)}
     return tuple(name for name in _extra_names(checkpoint) if name not in accounted_for)
 
@@ -290,7 +290,7 @@ def _place_schedule(
     """Add a place for the source's LR scheduler to ``form``: the file that ``flavor`` uses, with the scheduler as
     extras.
 
-    Appends to ``copied`` the notes about this file and about what is missing.
+    Appends to ``copied`` the note about this file, and what is missing.
     """
     names, extra = set(copied.files), dict[Key, Value]()
     file = flavor.schedule_file
@@ -299,9 +299,7 @@ def _place_schedule(
         form, extra = replace(form, extra=SectionPath(file, container=Container.TORCH, layout=Layout.FULL)), schedule
         copied.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
         names.add(file)
-    copied.notes += [
-        Note("unconfigured", message, warning=True) for message in missing_file_warnings("the target", flavor, names)
-    ]
+    copied.lacking += missing_file_warnings("the target", flavor, names)
     return form, extra
 
 

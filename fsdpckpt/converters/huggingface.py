@@ -49,7 +49,7 @@ def finish_export(
         _check_against(reference, checkpoint, sources)
         _check_configuration(reference, checkpoint, sources)
     if CONFIG not in files:
-        checkpoint = checkpoint.noted(Note("unconfigured", _NEEDED, warning=True))
+        checkpoint = checkpoint.lacks(_NEEDED)
     else:
         checkpoint = _with_note_on_dtype(checkpoint, folders, options, sources)
     return _without_tied_copies(checkpoint, folders, sources, reference), files

@@ -279,6 +279,6 @@ def make_report(
 
 def _loads(spec: TargetSpec, checkpoint: Checkpoint, target: str) -> str:
     """How a user of the target's framework loads it; "" for a plain target, and for a model without its optimizer."""
-    whole = checkpoint.has(Section.MODEL) and not any(note.kind == "unconfigured" for note in checkpoint.notes)
+    whole = checkpoint.has(Section.MODEL) and not checkpoint.lacking
     resumes = whole and spec.form is not None and (spec.form.optim is None or checkpoint.has(Section.OPTIM))
     return spec.flavor.loads.format(target=target) if spec.flavor is not None and resumes else ""

@@ -18,8 +18,10 @@ from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.placements import Rules
 from fsdpckpt.transform.rekey import apply_key_type
 from fsdpckpt.transform.selection import NoKeyMatchesError
+from fsdpckpt.transform.sharded import note_undetermined
 
 
 def transform_sections(
@@ -30,13 +32,15 @@ def transform_sections(
     apart.
     """
     if not opened.named or spec.options.only is not None:
-        return transform(opened, spec, sources, place=place)
+        return _with_undetermined(transform(opened, spec, sources, place=place), spec)
     _refuse_flattened(opened, spec, sources)
     if spec.layout is Layout.SHARDED and opened.layout is not Layout.FLATTENED:
         opened = _with_listed_parameters(opened, spec.options)
     unmatched = _Unmatched(opened)
     main = unmatched.transform(replace(opened, named=()), "", spec, sources)
-    notes = list(main.checkpoint.notes if main is not None else opened.notes)
+    main = None if main is None else _with_undetermined(main, spec)
+    notes = list(main.checkpoint.ledger.notes if main is not None else opened.ledger.notes)
+    lacking = dict.fromkeys(main.checkpoint.lacking if main is not None else opened.lacking)
     named: list[NamedSection] = []
     for section in opened.named:
         if spec.layout is Layout.FLATTENED:  # a model beside the flattened one: it stays as it is
@@ -47,15 +51,26 @@ def transform_sections(
             notes.append(Note("dropped", f"{flags.include} and {flags.exclude} leave nothing of {section.label}"))
             continue
         content = done.checkpoint.model if section.section is Section.MODEL else done.checkpoint.optim
+        if section.section is Section.MODEL:  # an optimizer comes with its model, of which its own section speaks
+            done = _with_undetermined(done, spec)
         if content is not None:
             named.append(replace(section, content=content))
-        added = [note for note in done.checkpoint.notes if note not in notes and _is_of(note, section)]
+        added = [note for note in done.checkpoint.ledger.notes if note not in notes]
         notes += [replace(note, message=f"{section.label}: {note.message}") for note in added]
+        lacking.update(dict.fromkeys(done.checkpoint.lacking))
     unmatched.require_none()
     if main is None:
         main = TransformedCheckpoint(replace(opened, model=None, optim=None))
     ledger = replace(main.checkpoint.ledger, notes=tuple(notes))
-    return replace(main, checkpoint=_promoted(replace(main.checkpoint, named=tuple(named), ledger=ledger)))
+    whole = replace(main.checkpoint, named=tuple(named), ledger=ledger, lacking=tuple(lacking))
+    return replace(main, checkpoint=_promoted(whole))
+
+
+def _with_undetermined(done: TransformedCheckpoint, spec: TargetSpec) -> TransformedCheckpoint:
+    """``done`` with a note on the keys of its model that are cut without proof."""
+    rules = spec.mesh.placing if spec.mesh is not None else None
+    noted = note_undetermined(done.checkpoint, rules.file if isinstance(rules, Rules) else None)
+    return replace(done, checkpoint=noted)
 
 
 def _view(opened: Checkpoint, section: NamedSection) -> Checkpoint:
@@ -64,11 +79,6 @@ def _view(opened: Checkpoint, section: NamedSection) -> Checkpoint:
     if section.section is Section.MODEL or view.model is None:
         return view
     return replace(view, model=ModelState(view.model.params))
-
-
-def _is_of(note: Note, section: NamedSection) -> bool:
-    """Whether ``note`` is on ``section``, and not on the model with which an optimizer was transformed."""
-    return section.section is Section.MODEL or note.kind != "undetermined"
 
 
 def _with_listed_parameters(opened: Checkpoint, options: ConvertOptions) -> Checkpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from fsdpckpt import flags
@@ -15,7 +14,7 @@ from fsdpckpt.ir.sections import with_each_optimizer
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.masters import MASTER_NOTE, has_untied_masters, with_masters
+from fsdpckpt.readers.masters import has_untied_masters, with_masters
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.rekey import apply_key_type
@@ -47,6 +46,5 @@ def with_told_masters(checkpoint: Checkpoint, options: ConvertOptions, sources: 
         return checkpoint
     with suppress(FsdpckptError):  # raised again if the conversion needs the names
         named = named_as_told(checkpoint, units_request(options), sources)
-        notes = tuple(note for note in named.notes if note.kind != MASTER_NOTE)
-        return with_masters(replace(named, ledger=replace(named.ledger, notes=notes)), sources)
+        return with_masters(named, sources)
     return checkpoint

@@ -72,7 +72,6 @@ from fsdpckpt.transform.sharded import (
     ShardingHints,
     decide_sharded,
     mark_sharded,
-    note_undetermined,
     refuse_casts,
     refuse_in_blocks,
     require_whole_blocks,
@@ -149,9 +148,8 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: 
     checkpoint = steps.cut(checkpoint, spec)
     # Rename last: sections are matched by names without wrapper prefixes.
     keep_names = not (options.clean_names or weights)
-    return TransformedCheckpoint(
-        steps.finish(source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint), spec.mesh)
-    )
+    named = source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint)
+    return TransformedCheckpoint(steps.finish(named))
 
 
 def _require_reference(options: ConvertOptions, sources: Sources) -> None:
@@ -380,12 +378,10 @@ class _Steps:
             checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
         )
 
-    def finish(self, checkpoint: Checkpoint, mesh: TargetMesh | None = None) -> Checkpoint:
-        """Rename, and give each key its own tensor if any is cast. What is said of keys says their new names."""
+    def finish(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Rename, and give each key its own tensor if any is cast."""
         cast = self.options.dtype is not None or self.options.optim_dtype is not None
-        renamed = with_own_tensors(self.rename(checkpoint)) if cast else self.rename(checkpoint)
-        rules = mesh.placing if mesh is not None else None
-        return note_undetermined(renamed, rules.file if isinstance(rules, Rules) else None)
+        return with_own_tensors(self.rename(checkpoint)) if cast else self.rename(checkpoint)
 
     def on_selected(self, keyed: Checkpoint, selected: Checkpoint) -> _Steps:
         """The steps that follow ``select``: the units that map ids lose the parameters that ``keyed`` lost."""

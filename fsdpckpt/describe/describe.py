@@ -119,8 +119,8 @@ class Description:
 
 
 def _note_json(note: Note) -> object:
-    """What users may rely on: ``damage`` is for ``verify``, which lists it among the problems."""
-    return json_value({name: value for name, value in asdict(note).items() if name != "damage"})
+    """What users may rely on: ``damage`` and ``for_verify`` say what ``verify`` does with it."""
+    return json_value({name: value for name, value in asdict(note).items() if name not in ("damage", "for_verify")})
 
 
 def _named_json(named: NamedSection) -> Json:

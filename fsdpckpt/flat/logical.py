@@ -46,8 +46,7 @@ def logical(
     except NeedsInformationError as error:
         if request != NOTHING_GIVEN:
             raise
-        note = Note("unnamed", f"optimizer state stays keyed by id: {error.what}")
-        return checkpoint.noted(note)
+        return _unnamed(checkpoint, error.what)
     except SourceCorruptError as error:
         if request != NOTHING_GIVEN or not listing:
             raise
@@ -56,7 +55,7 @@ def logical(
         named = name_slices(checkpoint, resolved, sources, replicas=not listing)
     except SourceUnsupportedError as error:  # blocks of which no parameter has whole ones
         message = "; ".join((error.what, *error.details[:1]))
-        return checkpoint.noted(Note("unnamed", f"optimizer state stays keyed by id: {message}"))
+        return _unnamed(checkpoint, message)
     except SourceCorruptError as error:
         if not listing:
             raise
@@ -65,6 +64,11 @@ def logical(
     of_slices = set(problems(checkpoint))
     others = tuple(problem for problem in named.problems if problem not in of_slices)
     return replace(named, ledger=replace(named.ledger, problems=others))
+
+
+def _unnamed(checkpoint: Checkpoint, why: str) -> Checkpoint:
+    """``checkpoint``, whose slices nothing names, so that nothing proves that they are complete."""
+    return checkpoint.noted(Note("unnamed", f"optimizer state stays keyed by id: {why}", for_verify=True))
 
 
 def require_comparable(a: Checkpoint, b: Checkpoint, request: UnitsRequest, sources: Sources) -> None:

@@ -152,7 +152,7 @@ def _optimizer(optim: Optimizer, match: FlatMatch, world_size: int, notes: list[
     notes.append(
         Note("unflattened", f"optimizer: states of {plural(len(state), 'parameter')}, from {len(optim.state)} keys")
     )
-    named = Optimizer.of(state, groups, optim.extra)
+    named = optim.remade(state, groups, optim.extra)
     number_of = {name: number for number, name in enumerate(named.keys)}
     became: dict[MemberNumber, list[MemberNumber]] = {}
     for member, key in enumerate(optim.keys):

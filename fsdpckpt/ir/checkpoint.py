@@ -180,7 +180,8 @@ class Checkpoint:
     ``files``: what ``Chunks.file`` indexes. ``extra``: what is neither model nor optimizer, under the source's own keys
     (nesting kept). ``rank_extra``: the extras of each rank if ranks saved different ones (RNG states), index = rank;
     empty otherwise. ``named``: further models and optimizers, or all of several if none is the main one;
-    ``ir.sections`` has what is done with them. ``units``: those beside the checkpoint.
+    ``ir.sections`` has what is done with them. ``units``: those beside the checkpoint. ``lacking``: of a checkpoint to
+    write, why the target's framework does not load it until something is done by hand.
     """
 
     origin: Origin
@@ -193,6 +194,7 @@ class Checkpoint:
     units: Units | None = None
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
     ledger: Ledger = field(default_factory=Ledger)
+    lacking: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -224,11 +226,17 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        return self.ledger.notes
+        """The notes of the ledger, and those on what a conversion may still change."""
+        return (*self.ledger.notes, *self.origin.open_notes())
 
     def noted(self, *notes: Note) -> Checkpoint:
         """The checkpoint with further notes."""
         return replace(self, ledger=self.ledger.with_notes(*notes)) if notes else self
+
+    def lacks(self, *messages: str) -> Checkpoint:
+        """The checkpoint with further reasons why the target's framework does not load it, each of which is noted."""
+        lacking = replace(self, lacking=(*self.lacking, *messages))
+        return lacking.noted(*(Note("unconfigured", message, warning=True) for message in messages))
 
     def with_problems(self, *problems: Problem) -> Checkpoint:
         """The checkpoint with further problems."""

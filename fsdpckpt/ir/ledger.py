@@ -60,7 +60,8 @@ class Note:
 
     ``key``: the one key concerned; ``keys``: all of them if there are many. ``warning``: whether a framework will stop
     because of it, start afresh, or train in another way than before, or something has to be done by hand; then it is
-    shown as a warning. ``damage``: whether ``verify`` counts it as a problem.
+    shown as a warning. ``damage``: whether ``verify`` counts it as a problem; ``for_verify``: whether it repeats it, as
+    nothing proves what it says, or it is on an option of that command.
     """
 
     kind: NoteKind
@@ -69,6 +70,7 @@ class Note:
     keys: tuple[str, ...] = ()
     warning: bool = False
     damage: bool = False
+    for_verify: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", Message(self.message))

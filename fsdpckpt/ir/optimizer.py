@@ -92,7 +92,9 @@ class Optimizer:
     """``keys``: of the members, by number. ``groups``: None if the source has no groups.
 
     ``extra``: top-level entries that a user added beside ``state`` and ``param_groups``. ``orders``: of the ranks whose
-    own optimizers number the members otherwise; the keys here are the same on all ranks.
+    own optimizers number the members otherwise; the keys here are the same on all ranks. ``rebuilt``: whether groups
+    were made again from settings, so that the source's own may have been more, and list no order. ``doubt``: why its
+    keys may be those of other parameters; "" if they are the source's, or proved.
     """
 
     keys: tuple[ParamKey, ...]
@@ -100,6 +102,8 @@ class Optimizer:
     entries: tuple[Entry, ...]
     extra: dict[Key, Value] = field(default_factory=dict)
     orders: tuple[RankMembers, ...] = ()
+    rebuilt: bool = False
+    doubt: str = ""
 
     @classmethod
     def of(
@@ -181,7 +185,16 @@ class Optimizer:
 
     def with_groups(self, param_groups: Iterable[Mapping[Key, Value]] | None) -> Optimizer:
         """The optimizer with other groups, which may list other members."""
-        return Optimizer.of(self.state, param_groups, self.extra)
+        return self.remade(self.state, param_groups, self.extra)
+
+    def remade(
+        self,
+        state: Mapping[ParamKey, States],
+        param_groups: Iterable[Mapping[Key, Value]] | None,
+        extra: dict[Key, Value],
+    ) -> Optimizer:
+        """An optimizer with other content, of which holds what is known of this one."""
+        return replace(Optimizer.of(state, param_groups, extra), rebuilt=self.rebuilt, doubt=self.doubt)
 
     def renamed(self, names: Mapping[ParamKey, ParamKey]) -> Optimizer:
         """The optimizer with new keys, without the parameters that ``names`` (old to new) lacks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsdpckpt.ir.ledger import Note
 from fsdpckpt.ir.terms import Layout, Section
 from fsdpckpt.ir.values import Key
 
@@ -39,15 +40,28 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Files and directories in ``directory`` that are no part of the checkpoint; ``names``: their names, if known."""
+
+    directory: str
+    message: str
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """``container``: one of ``Container``, or the name of a format that can only be read. ``directory``: where it was
     found, at ``source`` or below; "" for one file. ``manifest``: that of the directory, if this program wrote it.
-    ``units_from``: the file that the units beside it come from. ``ignored``: the files and directories below
+    ``units_from``: the file that the units beside it come from; ``units_refused``: why others beside it are not used.
+    ``ignored``: the files and directories below
     ``source`` that the user asked to leave out, as relative paths.
 
     ``nesting``: the path of keys to each main section in its file or DCP directory. ``flattened_keys``: whether the
     optimizer's keys are ``state.<name>.<state>``. ``mesh_devices``: the device types of its DTensors' meshes.
     ``keys_in_order``: False if its keys are not in the order of the state dict that they were saved from.
+
+    What a conversion may still change: ``left_out``, what lies beside the checkpoint; ``untied_masters``, the place of
+    master weights among the extras if nothing says whose they are.
     """
 
     source: str
@@ -58,8 +72,22 @@ class Origin:
     directory: str = ""
     manifest: Manifest | None = None
     units_from: str = ""
+    units_refused: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     nesting: Mapping[Section, tuple[Key, ...]] = field(default_factory=dict)
     flattened_keys: bool = False
     mesh_devices: frozenset[str] = frozenset()
     keys_in_order: bool = True
+    left_out: tuple[LeftOut, ...] = ()
+    untied_masters: str = ""
+
+    def open_notes(self) -> tuple[Note, ...]:
+        """The notes on what a conversion may still change."""
+        notes = [Note("not-carried", each.message, each.directory, each.names) for each in self.left_out]
+        if self.untied_masters:
+            message = (
+                f"{self.untied_masters} holds the optimizer's float32 weights, and nothing says whose they are: they "
+                "stay an extra, and the model has the copies that it computed with"
+            )
+            notes.append(Note("master-weights", message, self.untied_masters))
+        return tuple(notes)

@@ -29,6 +29,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.origin import LeftOut
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import without_collection
@@ -162,13 +163,16 @@ class _Opening:
         if self.options.as_dcp:
             read, exports = without_exports(read)
             if exports:
-                found.notes.append(Note("not-carried", f"not in .metadata, and left out: {names_text(exports, 6)}"))
+                message = f"not in .metadata, and left out: {names_text(exports, 6)}"
+                found.beside.append(LeftOut(found.path, message))
         if self.sources.ignored:
             ignored = tuple(self.sources.ignored)
             for path, directory in self.sources.ignored.items():
                 self.book.left_out(f"{self.source.rstrip('/')}/{path}", Rule.IGNORED, directory=directory)
             found.notes.append(Note("ignored", f"left out by {flags.ignore_file}: {some_of(ignored, 6)}", keys=ignored))
-        checkpoint = join(self.source, read, self.files, found.notes, self.sources)
+        notes = [*found.notes_on_place(), *found.notes]
+        checkpoint = join(self.source, read, self.files, notes, self.sources)
+        checkpoint.origin = replace(checkpoint.origin, left_out=tuple(found.beside))
         checkpoint = with_flavor(checkpoint, found.names, found.path)
         if units is not None:
             with_units(checkpoint, units)
@@ -222,7 +226,7 @@ class _Opening:
                 self.files.truncate(count)
                 refused.append(error)
                 names = ", ".join(error.details[:5]) or error.what
-                found.notes.append(Note("not-carried", f"{part.label} is left out: {names}", part.stem))
+                found.beside.append(LeftOut(part.directory, f"{part.label} is left out: {names}"))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
         return read

@@ -184,7 +184,7 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     has_ids = len(named) < len(set(optim.grouped_keys()))  # beside texts that are no names
     if len(missing) < len(named) or with_model is with_optim or has_ids:
         keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
-        return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing))]
+        return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing), for_verify=True)]
     raise NeedsInformationError(
         f"{source} holds a model and an optimizer that have no parameter name in common",
         details=[f"{with_model.label}: {some_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
@@ -257,10 +257,8 @@ def _evidence(parts: Sequence[ReadPart]) -> tuple[Evidence, ...]:
 
 
 def _notes(part: ReadPart) -> list[Note]:
-    notes = [*part.tree.notes, *part.sections.notes]
-    if part.tree.container is Container.DCP:  # DCP always writes ids as strings: reading them back repairs no damage
-        notes = [note for note in notes if note.kind != "ids-repaired"]
-    return notes
+    ids_are_text = part.tree.container is Container.DCP  # always
+    return [*part.tree.notes, *part.sections.all_notes(ids_are_text=ids_are_text)]
 
 
 def _problems(part: ReadPart) -> list[Problem]:

@@ -46,11 +46,19 @@ _UNITS_HEAD = 4096
 
 @dataclass(frozen=True, slots=True)
 class FoundUnits:
-    """``units`` and the file that has them; if ``units`` is None, several files differ, and ``path`` names them all."""
+    """``units`` and the file that has them; if ``units`` is None, several files differ, and ``path`` names them all.
+
+    ``refused``: why files of units cannot be read; ``ambiguous``: why none of several is used.
+    """
 
     units: Units | None
     path: str
-    notes: tuple[Note, ...] = ()
+    refused: tuple[str, ...] = ()
+    ambiguous: str = ""
+
+    def notes(self) -> list[Note]:
+        notes = [Note("units-unreadable", why, for_verify=True) for why in self.refused]
+        return [*notes, *([Note("units-ambiguous", self.ambiguous, for_verify=True)] if self.ambiguous else [])]
 
 
 def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
@@ -60,7 +68,7 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
     units is still read, and one that needs them asks for them.
     """
     files: list[tuple[str, Units]] = []
-    notes: list[Note] = []
+    refused: list[str] = []
     for entry in entries:
         if _may_hold_units(entry, sources):
             from fsdpckpt.ir.units_json import loads
@@ -68,19 +76,19 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
             try:
                 files.append((entry.path, loads(_content(entry, sources), source=entry.path)))
             except SourceError as error:
-                notes.append(_unreadable(error))
+                refused.append(_why_refused(error))
     if all(units == files[0][1] for _, units in files[1:]):
         if not files:
-            return FoundUnits(None, "", tuple(notes)) if notes else None
-        return FoundUnits(files[0][1], files[0][0], tuple(notes))
+            return FoundUnits(None, "", tuple(refused)) if refused else None
+        return FoundUnits(files[0][1], files[0][0], tuple(refused))
     paths = " and ".join(path for path, _ in files)
     message = f"{paths} are different units files, and none is used: name the right one with {flags.units('FILE')}"
-    return FoundUnits(None, paths, (*notes, Note("units-ambiguous", message)))
+    return FoundUnits(None, paths, tuple(refused), message)
 
 
-def _unreadable(error: SourceError) -> Note:
+def _why_refused(error: SourceError) -> str:
     details = f" ({'; '.join(error.details[:3])})" if error.details else ""
-    return Note("units-unreadable", f"{error.what}{details}: these units are not used")
+    return f"{error.what}{details}: these units are not used"
 
 
 def _may_hold_units(entry: Entry, sources: Sources) -> bool:
@@ -108,7 +116,10 @@ def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
     checkpoint.units = found.units
     checkpoint.origin = replace(checkpoint.origin, units_from=found.path)
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
-        checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes)  # without flat parameters no choice is needed
+        # Without flat parameters and ids no units are needed, and no choice between them.
+        refused = (*checkpoint.origin.units_refused, *found.refused)
+        checkpoint.origin = replace(checkpoint.origin, units_refused=refused)
+        checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes())
     if found.units is not None:
         what = "what lies in flat parameters" if found.units.flat else "the order of the parameters"
         evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says {what}")
@@ -178,7 +189,7 @@ def _units(recorded: object, path: str) -> FoundUnits | None:
     try:
         return FoundUnits(decode(recorded, source=path), path)
     except SourceError as error:
-        return FoundUnits(None, "", (_unreadable(error),))
+        return FoundUnits(None, "", (_why_refused(error),))
 
 
 def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) -> Checkpoint:

@@ -18,9 +18,9 @@ from math import prod
 
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, NoteKind, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
 from fsdpckpt.ir.values import Key, Value, find_value, replaced, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -33,7 +33,6 @@ from fsdpckpt.transform.rekey import apply_key_type
 _MASTERS = ("fp32_groups", "fp32_from_fp16_params", "fp32_from_fp16_groups", "fp32_from_fp16")
 _FLAT_MASTERS = "fp32_groups_flat"
 _MASTER_DTYPE = "float32"
-MASTER_NOTE: NoteKind = "master-weights"
 
 
 def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
@@ -42,6 +41,7 @@ def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     Masters that nothing ties to parameters stay extras, with a note; those of other shapes are a fatal problem, and so
     are those that round to other values than the model's copies.
     """
+    checkpoint = _with_untied(checkpoint, "")
     saved = checkpoint
     place, wrapper = _wrapper(checkpoint)
     if checkpoint.model is None or not wrapper:
@@ -49,7 +49,7 @@ def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     if _FLAT_MASTERS in wrapper:
         divided = _divided(checkpoint, place, wrapper) or _divided_by_value(checkpoint, place, wrapper, sources)
         if divided is None:
-            return _untied(checkpoint, (*place, _FLAT_MASTERS))
+            return _with_untied(checkpoint, dotted((*place, _FLAT_MASTERS)))
         checkpoint = divided
         place, wrapper = _wrapper(checkpoint)
     found = _masters(wrapper)
@@ -73,7 +73,7 @@ def _with_tied(
     pairs = _pairs(names, groups, checkpoint.model) if names is not None and checkpoint.model is not None else None
     if pairs is None:
         copies = {name: leaf for name, leaf in _trained(checkpoint) if leaf.dtype.name != _MASTER_DTYPE}
-        return _tied_by_value(checkpoint, path, groups, copies, sources) or _untied(checkpoint, path)
+        return _tied_by_value(checkpoint, path, groups, copies, sources) or _with_untied(checkpoint, dotted(path))
     misfits = [
         Problem(
             "state",
@@ -143,7 +143,7 @@ def _tied_by_value(
         "parameter's copy: the order of the model does not say it"
     )
     checkpoint = replace(checkpoint, optim=optim.renamed(dict(zip(ids, names, strict=True)))).noted(
-        Note(MASTER_NOTE, message, dotted(path))
+        Note("master-weights", message, dotted(path))
     )
     tied = [(name, copies[name], master) for name, master in zip(names, masters, strict=True)]
     return _with_params(checkpoint, path, tied)
@@ -182,12 +182,9 @@ def _without(extra: dict[Key, Value], path: tuple[Key, ...]) -> dict[Key, Value]
     return rest if isinstance(rest, dict) else {}
 
 
-def _untied(checkpoint: Checkpoint, path: tuple[Key, ...]) -> Checkpoint:
-    message = (
-        f"{dotted(path)} holds the optimizer's {_MASTER_DTYPE} weights, and nothing says whose they are: they stay an "
-        "extra, and the model has the copies that it computed with"
-    )
-    return checkpoint.noted(Note(MASTER_NOTE, message, dotted(path)))
+def _with_untied(checkpoint: Checkpoint, place: str) -> Checkpoint:
+    """``checkpoint`` with master weights at ``place`` that stay an extra; "" if there are none."""
+    return replace(checkpoint, origin=replace(checkpoint.origin, untied_masters=place))
 
 
 def _wrapper(checkpoint: Checkpoint) -> tuple[tuple[Key, ...], dict[Key, Value]]:
@@ -281,7 +278,7 @@ def _in_parts(
         masters.append(of_members)
         names: list[Value] = [name for name, _ in of_group]
         groups.append({**group.settings, "params": names})
-    by_name = Optimizer.of(parts, groups, optim.extra)
+    by_name = optim.remade(parts, groups, optim.extra)
     rest = {name: value for name, value in wrapper.items() if name != _FLAT_MASTERS}
     beside: dict[Key, Value] = {**rest, _MASTERS[0]: masters}
     checkpoint = replace(checkpoint, optim=by_name)

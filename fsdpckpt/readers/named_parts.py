@@ -113,9 +113,10 @@ def _as_named(part: ReadPart, section: Section, key: str) -> ReadPart:
         return part
     path = sections.model_path if section is Section.MODEL else sections.optim_path
     named = [*sections.named, NamedSection(section, key, (key,), content)]
-    notes = [note for note in sections.notes if note.kind not in ("model-found", "optimizer-found")]
+    # Where in its file the section was says nothing of one that its file names. The list is a copy: it may grow.
+    rest = replace(sections, named=named, where=[], notes=list(sections.notes))
     if section is Section.MODEL:
-        changed = replace(sections, model=None, named=named, notes=notes, model_path=path)
+        changed = replace(rest, model=None, model_path=path)
     else:
-        changed = replace(sections, optim=None, named=named, notes=notes, optim_path=path)
+        changed = replace(rest, optim=None, optim_path=path)
     return replace(part, sections=changed)

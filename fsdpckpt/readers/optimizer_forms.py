@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 from fsdpckpt import flags
 from fsdpckpt.ir.checkpoint import Note
@@ -20,7 +20,6 @@ from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.readers.protocol import KeyPath
-from fsdpckpt.text import plural
 
 _STATE, _GROUPS = "state", "param_groups"
 _SEARCH_DEPTH = 6  # the deepest known producer (composer: state.optimizers.<Class>) needs 3
@@ -110,14 +109,29 @@ def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:
     return len(states) == len(entries) and (named or any(not _STATE_NAMES.isdisjoint(entry) for entry in states))
 
 
-def optimizer_of(value: Mapping[Key, Value], notes: list[Note], *, named: bool) -> Optimizer | None:
-    """The optimizer whose state dict is ``value``; None if it is none. Adds repairs and conversions to ``notes``.
+class FoundOptimizer(NamedTuple):
+    """``repaired_ids``: how many of its ids were text, and are numbers here."""
+
+    optimizer: Optimizer
+    repaired_ids: int = 0
+
+    def notes(self) -> list[Note]:
+        """What was done to read it, but for its ids: some containers store every id as text."""
+        groups = self.optimizer.groups
+        if not self.optimizer.rebuilt or groups is None:
+            return []
+        message = f"{len(groups)} param groups rebuilt from flattened keys: parameters with equal hyper-parameters"
+        return [Note("groups-rebuilt", message)]
+
+
+def optimizer_of(value: Mapping[Key, Value], *, named: bool) -> FoundOptimizer | None:
+    """The optimizer whose state dict is ``value``; None if it is none.
 
     ``named``: its key calls it an optimizer. A dict with a state whose name is not a string is none, because such a
     state cannot be addressed.
     """
     if is_flattened(value):
-        return _unflatten(value, notes) if named else None
+        return FoundOptimizer(_unflatten(value)) if named else None
     if not is_nested(value) and not _is_half(value, named=named):
         return None
     entries: dict[ParamKey, dict[str, Tensor | Value]] = {}
@@ -132,36 +146,36 @@ def optimizer_of(value: Mapping[Key, Value], notes: list[Note], *, named: bool) 
     if _GROUPS in value:
         groups = [dict(group) for group in cast("list[dict[Key, Value]]", value[_GROUPS])]
     extra = {key: item for key, item in value.items() if key not in (_STATE, _GROUPS)}
-    return Optimizer.of(_repair_ids(entries, groups or [], notes), groups, extra)
+    state, repaired_ids = _repair_ids(entries, groups or [])
+    return FoundOptimizer(Optimizer.of(state, groups, extra), repaired_ids)
 
 
 def _repair_ids(
-    entries: dict[ParamKey, dict[str, Tensor | Value]], groups: list[dict[Key, Value]], notes: list[Note]
-) -> dict[ParamKey, dict[str, Tensor | Value]]:
-    """Turn ids that a container stored as strings back into ints, if the groups list ints.
+    entries: dict[ParamKey, dict[str, Tensor | Value]], groups: list[dict[Key, Value]]
+) -> tuple[dict[ParamKey, dict[str, Tensor | Value]], int]:
+    """Turn ids that a container stored as strings back into ints, if the groups list ints. Also returns how many.
 
     DCP writes every key as a string; ``dcp_to_torch_save`` leaves it so, and then ``load_state_dict`` finds no state.
     """
     keyed = {key for key, states in entries.items() if BARE_VALUE not in states}
     if not any(isinstance(key, str) for key in keyed):
-        return entries
+        return entries, 0
     ids: set[int] = set()
     for group in groups:
         params = group.get("params")
         if not isinstance(params, (list, tuple)) or not all(type(key) is int for key in params):
-            return entries
+            return entries, 0
         ids.update(cast("list[int]", params))
     names: dict[ParamKey, int] = {str(number): number for number in ids}
     if not all(isinstance(key, int) or key in names for key in keyed):
-        return entries
+        return entries, 0
     repaired: dict[ParamKey, dict[str, Tensor | Value]] = {names.get(key, key): entry for key, entry in entries.items()}
     if len(repaired) < len(entries):  # one id is there as a number and as text
-        return entries
-    notes.append(Note("ids-repaired", f"{plural(len(keyed), 'parameter id')} stored as text became numbers again"))
-    return repaired
+        return entries, 0
+    return repaired, len(keyed)
 
 
-def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> Optimizer:
+def _unflatten(value: Mapping[Key, Value]) -> Optimizer:
     hyper: dict[str, dict[Key, Value]] = {}
     flat: dict[str, Value] = {}
     for key, item in value.items():
@@ -179,10 +193,7 @@ def _unflatten(value: Mapping[Key, Value], notes: list[Note]) -> Optimizer:
             names = [name]  # beside a state ``a``, the state ``a.b`` is not an entry of a dict ``a``
         _set_state(state.setdefault(param, {}), names, item)
     groups = groups_of_equal_settings(hyper) if hyper else None
-    if groups is not None:
-        message = f"{len(groups)} param groups rebuilt from flattened keys: parameters with equal hyper-parameters"
-        notes.append(Note("groups-rebuilt", message))
-    return Optimizer.of(state, groups)
+    return replace(Optimizer.of(state, groups), rebuilt=groups is not None)
 
 
 def _parameter(key: str, params: Mapping[str, object]) -> tuple[str, str]:

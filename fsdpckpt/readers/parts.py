@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from fsdpckpt.errors import SourceUnsupportedError
@@ -74,6 +74,8 @@ def read_part(part: Part, tree: Tree) -> ReadPart:
     called_model = "model" in part.stem.lower() and "optim" not in part.stem.lower()
     called_extra = part.stem == EXTRA_STEM
     sections = split(tree.root, called_model=called_model, called_extra=called_extra)
+    if sections.optim is not None and tree.groups_rebuilt:
+        sections.optim = replace(sections.optim, rebuilt=True)
     for section in (sections.model, sections.optim, *(named.content for named in sections.named)):
         if section is not None:
             _require_nestable(part.label, section.params if isinstance(section, ModelState) else section.all_keys())

@@ -210,7 +210,8 @@ class Tree:
     the name of a format that can only be read. ``evidence``: why the files were recognised. ``devices``: the device
     types of the DTensors' meshes. ``flavor``: the producer if the content shows it, or "". ``orders``: by the
     path of an optimizer, the keys that the groups list on each rank that lists others, or in another order.
-    ``keys_in_order``: as ``Origin.keys_in_order``.
+    ``keys_in_order``: as ``Origin.keys_in_order``. ``groups_rebuilt``: as ``Optimizer.rebuilt``, for a reader
+    that makes the groups.
     """
 
     root: Value
@@ -228,6 +229,7 @@ class Tree:
     flavor: str = ""
     orders: dict[KeyPath, dict[int, list[list[ParamKey]]]] = field(default_factory=dict)
     keys_in_order: bool = True
+    groups_rebuilt: bool = False
 
     def lose_order(self) -> None:
         """Record that its keys are not in the order of the state dict that they were saved from."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, SourceIncompleteError
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.origin import LeftOut
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
 from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import several_checkpoints
@@ -58,7 +59,9 @@ class Listing:
 @dataclass(slots=True)
 class Found:
     """The parts found at ``path`` and below. ``names``: of all entries of ``path``. ``below``: the subdirectories that
-    contain parts. ``unfinished``: directories and files of parts without content.
+    contain parts. ``beside``: what is no part; ``unfinished``: directories and files of parts without content.
+    ``only``: whether it is the one checkpoint below another directory; ``passed``: what of those above is left out,
+    outermost first.
     """
 
     path: str
@@ -66,21 +69,32 @@ class Found:
     parts: list[Part]
     left_out: list[str]
     notes: list[Note] = field(default_factory=list)
+    beside: list[LeftOut] = field(default_factory=list)
     below: list[str] = field(default_factory=list)
     unfinished: list[Entry] = field(default_factory=list)
+    only: bool = False
+    passed: list[str] = field(default_factory=list)
+
+    def notes_on_place(self) -> list[Note]:
+        """Where it was found, if that is below another directory."""
+        message = f"the checkpoint was found in {self.path}"
+        if self.passed:
+            return [Note("found-below", f"{message}; not copied from {left_out}") for left_out in self.passed]
+        return [Note("found-below", message)] if self.only else []
 
     def add_below(self, below: Sequence[Found]) -> None:
         for found in below:
             self.parts += found.parts
-            self.notes += found.notes
+            self.notes += [*found.notes_on_place(), *found.notes]
+            self.beside += found.beside
             self.unfinished += found.unfinished
             self.below += found.below or [found.path]
 
-    def note_left_out(self) -> None:
-        """Add a note on the files that are left out."""
+    def enter_left_out(self) -> None:
+        """Enter the files that are left out among what is beside."""
         if self.left_out:
             message = f"not copied from {self.path}: {names_text(self.left_out, 6)}"
-            self.notes.append(Note("not-carried", message, self.path, keys=tuple(self.left_out)))
+            self.beside.append(LeftOut(self.path, message, tuple(self.left_out)))
 
 
 class Search:
@@ -130,14 +144,13 @@ class Search:
             return None
         if len(below) == 1 and recognise(listing.names) is None:
             only = below[0]
-            if all(note.kind != "found-below" for note in only.notes):  # a deeper level may have added it already
-                only.notes.insert(0, Note("found-below", f"the checkpoint was found in {only.path}"))
+            only.only = True
             self._add_unfinished_beside(only, listing, numbered, others)
             return only
         if sum(1 for entry in numbered if any(_is_in(search.path, entry.path) for search in below)) > 1:
             raise self._several(listing, [search.path for search in below], None, numbered)
         found = Found(path, listing.names, [], list(listing.left_out))
-        found.note_left_out()
+        found.enter_left_out()
         found.add_below(below)
         found.unfinished += self._unfinished_in(others)
         return found
@@ -255,7 +268,7 @@ class Search:
             else:
                 found.left_out.append(f"{entry.name}/")
                 found.unfinished += self._unfinished_in([entry])
-        found.note_left_out()
+        found.enter_left_out()
         found.add_below(below)
         separate = [*numbered, *exports]
         for entry in separate:
@@ -263,7 +276,7 @@ class Search:
         if separate:
             names = ", ".join(entry.name for entry in separate)
             message = f"{listing.path}: not treated as parts of this checkpoint: {names}"
-            found.notes.append(Note("not-carried", message))
+            found.beside.append(LeftOut(listing.path, message))
         return found
 
     def _parts_in(self, directory: Entry) -> Found | None:
@@ -279,7 +292,7 @@ class Search:
         if not below:
             return None
         found = Found(listing.path, listing.names, [], list(listing.left_out))
-        found.note_left_out()
+        found.enter_left_out()
         found.add_below(below)
         found.unfinished += self._unfinished_in(others)
         return found
@@ -296,7 +309,7 @@ class Search:
         for entry in numbered:
             if self._is_hollow(entry.path):
                 message = f"{entry.path} is empty: its save did not finish, or it was not copied"
-                only.notes.append(Note("not-carried", message, keys=(f"{entry.name}/",)))
+                only.beside.append(LeftOut(listing.path, message, (f"{entry.name}/",)))
 
     def _unfinished_in(self, directories: Sequence[Entry]) -> list[Entry]:
         """Those of ``directories`` that a save made for a part and did not fill."""
@@ -340,11 +353,9 @@ class Search:
         return self._only_below(listing, below[0]) if below else None
 
     def _only_below(self, listing: Listing, only: Found) -> Found:
-        """``only``, with a note that it is below ``listing``, of which nothing is read."""
+        """``only``, as the one checkpoint below ``listing``, of which nothing is read."""
         left_out = ", ".join([*(part.name for part in listing.parts), *listing.left_out])
-        where = Note("found-below", f"the checkpoint was found in {only.path}")
-        only.notes = [note for note in only.notes if note != where]
-        only.notes.insert(0, replace(where, message=f"{where.message}; not copied from {listing.path}: {left_out}"))
+        only.passed.insert(0, f"{listing.path}: {left_out}")
         return only
 
     def _several(

@@ -29,7 +29,14 @@ from fsdpckpt.readers.model_forms import (
     modules_of,
     without_empty,
 )
-from fsdpckpt.readers.optimizer_forms import containers, flattened_beside, is_flattened, is_nested, optimizer_of
+from fsdpckpt.readers.optimizer_forms import (
+    FoundOptimizer,
+    containers,
+    flattened_beside,
+    is_flattened,
+    is_nested,
+    optimizer_of,
+)
 from fsdpckpt.readers.protocol import KeyPath, dotted
 from fsdpckpt.text import plural
 
@@ -43,7 +50,8 @@ class Sections:
 
     ``model_keys``, ``optim_keys``: the root's keys that belong to the section if it has no container of its own, else
     None. ``named``: further models and optimizers, or all of several if none is the main one. ``flattened``: whether
-    the optimizer's keys were ``state.<name>.<state>``.
+    the optimizer's keys were ``state.<name>.<state>``. ``where``: notes on where the main sections were;
+    ``repaired_ids``: for each optimizer how many of its ids were text, and are numbers here.
     """
 
     model: ModelState | None
@@ -55,7 +63,15 @@ class Sections:
     optim_keys: frozenset[Key] | None = None
     named: list[NamedSection] = field(default_factory=list)
     flattened: bool = False
+    where: list[Note] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    repaired_ids: list[int] = field(default_factory=list)
+
+    def all_notes(self, *, ids_are_text: bool = False) -> list[Note]:
+        """Every note. ``ids_are_text``: the container stores any id as text, so reading it back repairs no damage."""
+        counts = [] if ids_are_text else [count for count in self.repaired_ids if count]
+        repaired = [f"{plural(count, 'parameter id')} stored as text became numbers again" for count in counts]
+        return [*self.where, *self.notes, *(Note("ids-repaired", message) for message in repaired)]
 
     def place_of(self, path: KeyPath) -> Section | NamedSection:
         """The one section that the value at ``path`` of the root went to."""
@@ -108,8 +124,8 @@ def split(root: Value, *, called_model: bool = False, called_extra: bool = False
     sections = Sections(None, None, {})
     optimizers = _find_optimizers(root, called_model=called_model)
     if len(optimizers) == 1 and not called_extra:
-        ((path, (optim, notes)),) = optimizers.items()
-        _take_optimizer(root, path, optim, notes, sections)
+        ((path, found),) = optimizers.items()
+        _take_optimizer(root, path, found, sections)
     elif optimizers:
         _name_optimizers(optimizers, sections)
     elif keys := flattened_beside(root):
@@ -155,8 +171,8 @@ def regrouped(path: KeyPath, root: Mapping[Key, Value]) -> KeyPath:
     return (prefix, rest, *path[1:])
 
 
-_Optimizers: TypeAlias = dict[KeyPath, tuple[Optimizer | None, list[Note]]]
-"""Optimizers by path, with notes on how each was read; None for one whose states cannot be addressed by name."""
+_Optimizers: TypeAlias = dict[KeyPath, FoundOptimizer | None]
+"""Optimizers by path; None for one whose states cannot be addressed by name."""
 
 
 def _named_optimizer(path: KeyPath) -> bool:
@@ -171,42 +187,45 @@ def _find_optimizers(root: dict[Key, Value], *, called_model: bool) -> _Optimize
     for path, value in containers(root):
         if any(is_below(path, outer) for outer in optimizers):
             continue
-        notes: list[Note] = []
         named = _named_optimizer(path) or (not path and not called_model and is_flattened(value))
-        optim = optimizer_of(value, notes, named=named)
-        if optim is not None or is_nested(value):
-            optimizers[path] = optim, notes
+        found = optimizer_of(value, named=named)
+        if found is not None or is_nested(value):
+            optimizers[path] = found
     return optimizers
 
 
-def _take_optimizer(
-    root: dict[Key, Value], path: KeyPath, optim: Optimizer | None, notes: list[Note], sections: Sections
-) -> None:
-    if optim is None:
+def _take_optimizer(root: dict[Key, Value], path: KeyPath, found: FoundOptimizer | None, sections: Sections) -> None:
+    if found is None:
         return
     if path and path not in {("optim",), ("optimizer",)}:
-        notes.insert(0, Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
-    sections.optim, sections.optim_path, sections.flattened = optim, path, is_flattened(value_at(root, path))
-    sections.notes += notes
+        sections.where.append(Note("optimizer-found", f"the optimizer was found under {dotted(path)}"))
+    sections.optim, sections.optim_path = found.optimizer, path
+    sections.flattened = is_flattened(value_at(root, path))
+    sections.repaired_ids.append(found.repaired_ids)
+    sections.notes += found.notes()
 
 
 def _take_optimizer_at_root(root: dict[Key, Value], keys: frozenset[Key], sections: Sections) -> None:
     """A flattened optimizer whose keys are beside those of the model: ``dcp.save({**model, **optimizer})``."""
-    notes: list[Note] = []
-    sections.optim = optimizer_of({key: root[key] for key in root if key in keys}, notes, named=True)
+    found = optimizer_of({key: root[key] for key in root if key in keys}, named=True)
+    if found is None:
+        return
+    sections.optim = found.optimizer
     sections.optim_path, sections.optim_keys, sections.flattened = (), keys, True
     message = "the optimizer's flattened keys (state.*, param_groups.*) are at the top level, beside the model's"
-    sections.notes += [Note("optimizer-found", message), *notes]
+    sections.where.append(Note("optimizer-found", message))
+    sections.notes += found.notes()
 
 
 def _name_optimizers(optimizers: _Optimizers, sections: Sections) -> None:
     """Name each of several optimizers by its path."""
-    for (path, (optim, notes)), name in zip(optimizers.items(), section_names(list(optimizers)), strict=True):
-        if optim is not None:
-            sections.named.append(NamedSection(Section.OPTIM, name, path, optim))
-            sections.notes += [note for note in notes if note.kind in ("ids-repaired", "groups-rebuilt")]
+    for (path, found), name in zip(optimizers.items(), section_names(list(optimizers)), strict=True):
+        if found is not None:
+            sections.named.append(NamedSection(Section.OPTIM, name, path, found.optimizer))
+            sections.repaired_ids.append(found.repaired_ids)
+            sections.notes += found.notes()
     message = f"{len(optimizers)} optimizers found ({', '.join(map(dotted, optimizers))})"
-    unnamed = [dotted(path) for path, (optim, _) in optimizers.items() if optim is None]
+    unnamed = [dotted(path) for path, found in optimizers.items() if found is None]
     if unnamed:
         message += f"; the states of {', '.join(unnamed)} have no names: kept as extras"
     sections.notes.insert(0, Note("several-optimizers", message))
@@ -233,7 +252,7 @@ def _find_main_model(root: dict[Key, Value], candidates: Mapping[KeyPath, bool],
     if len(called_model) == 1 < len(named):
         weights = ", ".join(dotted(path) for path in named if path not in called_model)
         message = f"{dotted(called_model[0])} is the model; {weights}, which may be those of a loss, is an extra"
-        sections.notes.append(Note("model-found", message))
+        sections.where.append(Note("model-found", message))
         named = called_model
     rest = _without_optimizer(root, sections)
     direct = [key for key, value in rest.items() if is_model_entry(key, value)]
@@ -276,9 +295,9 @@ def _take_model(root: dict[Key, Value], path: KeyPath, sections: Sections, *, ne
     if nested:
         modules = ", ".join(map(str, modules_of(value)))
         message = f"the model under {dotted(path)} is nested by module, and its names begin with {modules}"
-        sections.notes.append(Note("model-found", message))
+        sections.where.append(Note("model-found", message))
     elif path not in {("model",), ()}:
-        sections.notes.append(Note("model-found", f"the model was found under {dotted(path)}"))
+        sections.where.append(Note("model-found", f"the model was found under {dotted(path)}"))
 
 
 def _model_of(value: dict[Key, Value], *, nested: bool) -> ModelState:
@@ -298,7 +317,7 @@ def _take_top_level(root: dict[Key, Value], direct: list[Key], sections: Section
     others = ", ".join(str(key) for key in root if key not in sections.model_keys)
     if others:
         message = f"the model's names are at the top level, beside {others}"
-        sections.notes.append(Note("model-found", message, key=str(direct[0])))
+        sections.where.append(Note("model-found", message, key=str(direct[0])))
 
 
 def _name_models(

@@ -57,12 +57,15 @@ def describes_model(name: str) -> bool:
 @dataclass(slots=True)
 class SideFiles:
     """``files``: by target name, each file's bytes as a tensor. ``sources``: the source files that their chunks refer
-    to, and that the checkpoint has not.
+    to, and that the checkpoint has not. ``left_out``: the names of those that are not copied; ``lacking``: as
+    ``Checkpoint.lacking``.
     """
 
     files: dict[str, Tensor] = field(default_factory=dict)
     sources: list[SourceFile] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
 
     def add(self, files: Mapping[str, Entry], files_read: Sequence[SourceFile]) -> None:
         """Add ``files``, by target name. ``files_read``: those of the checkpoint, some of which are extras."""
@@ -168,9 +171,9 @@ def side_files(
     copied.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
     used = {name.partition("/")[0] for name in chosen.values()}
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
-    left_out = [*(name for name in beside if name not in used), *hidden]
-    if left_out:
-        copied.notes.append(_note("not-carried", f"not copied from {checkpoint.origin.directory}", left_out))
+    copied.left_out = [*(name for name in beside if name not in used), *hidden]
+    if copied.left_out:
+        copied.notes.append(_note("not-carried", f"not copied from {checkpoint.origin.directory}", copied.left_out))
     return copied
 
 

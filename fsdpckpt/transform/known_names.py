@@ -19,7 +19,7 @@ def known_names(checkpoint: Checkpoint) -> Mapping[ParamKey, str]:
         named = apply_key_type(checkpoint, "name", units=None, reference=None, parameters=None)
     except FsdpckptError:
         return {}
-    if named.optim is None or any(note.kind == "unproved-order" for note in named.notes):
+    if named.optim is None or named.optim.doubt:
         return {}
     numbers, names = optim.grouped_keys(), named.optim.grouped_keys()
     if len(numbers) != len(names):

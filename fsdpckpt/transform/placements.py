@@ -14,7 +14,7 @@ from typing import TypeAlias
 from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.globs import matches
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import parameter_shapes
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
@@ -338,7 +338,7 @@ def warn_of_uneven_cuts(checkpoint: Checkpoint) -> Checkpoint:
         "FSDP2 refuses such a mesh: fully_shard cuts other dimensions than the first evenly only, and "
         f"{plural(len(uneven), 'parameter', 'do')} not divide: {some_of(uneven, 2)}"
     )
-    return checkpoint.noted(Note("unconfigured", message, warning=True))
+    return checkpoint.lacks(message)
 
 
 def _with_shardings(

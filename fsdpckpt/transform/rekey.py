@@ -8,7 +8,7 @@ its parameter allows (``naming``). The proof of ids: the order in which the sour
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdpckpt import flags
@@ -80,8 +80,7 @@ def apply_key_type(
         buffers=tuple(buffers),
     )
     if key_type == "name" and orders and orders[0].caution is not None:
-        caution = Note("unproved-order", orders[0].caution, warning=True)
-        checkpoint = checkpoint.noted(caution)
+        checkpoint = _with_doubt(checkpoint, orders[0].caution)
     if key_type == "id":
         first = orders[0] if orders else None
         return to_ids(checkpoint, first, orders[1:], rule=rule)
@@ -171,8 +170,15 @@ def to_ids(
         keys[member] = counted.ids.get(str(name), counted.ids.get(clean(str(name)), name))
     message = f"{plural(len(counted.ids), 'optimizer key')} became {plural(len(counted.ids), 'id')}, {counted.how}"
     found = _with_keys(checkpoint, table, keys, message)
-    doubt = (Note("unproved-order", counted.doubt, warning=True),) if counted.doubt else ()
-    return found.noted(*doubt)
+    return _with_doubt(found, counted.doubt) if counted.doubt else found
+
+
+def _with_doubt(checkpoint: Checkpoint, doubt: str) -> Checkpoint:
+    """``checkpoint`` whose optimizer says why its new keys are not proved."""
+    if checkpoint.optim is None:
+        return checkpoint
+    doubtful = replace(checkpoint, optim=replace(checkpoint.optim, doubt=doubt))
+    return doubtful.noted(Note("unproved-order", doubt, warning=True))
 
 
 def recounted(checkpoint: Checkpoint) -> Checkpoint:
@@ -253,7 +259,7 @@ def _contradicts_own_list(
     """
     if checkpoint.optim is None or checkpoint.optim.groups is None or order.source.startswith(BY_USER):
         return False
-    if any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
+    if checkpoint.optim.rebuilt:
         return False
     position = next((found for each in (order, *others) if (found := _position(each)) is not None), None)
     by_unit = next((each.by_unit for each in (order, *others) if each.by_unit), ())
@@ -305,7 +311,7 @@ def _unknown_order(checkpoint: Checkpoint, order: ParameterOrder | None) -> Need
 
 def _require_groups_of_source(checkpoint: Checkpoint, order: ParameterOrder | None) -> None:
     """Raises NeedsInformationError if the groups, which list another order than the model, are not the source's own."""
-    if any(note.kind == "groups-rebuilt" for note in checkpoint.notes):
+    if checkpoint.optim is not None and checkpoint.optim.rebuilt:
         raise NeedsInformationError(
             f"the optimizer of {checkpoint.source} lists its parameters in a different order than "
             f"{order.source if order is not None else 'the model'}",

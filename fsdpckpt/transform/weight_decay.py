@@ -94,7 +94,7 @@ def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
         "the optimizer has one param group: the Trainer's own has two, and does not load one. If DeepSpeed made this "
         f"optimizer, add {flags.no_weight_decay('standard')} (none for vectors and biases, the Trainer's rule)"
     )
-    return checkpoint.noted(Note("unconfigured", message, warning=True))
+    return checkpoint.lacks(message)
 
 
 def _require_names(source: str, optim: Optimizer) -> None:
@@ -123,7 +123,7 @@ def _with_groups(
     checkpoint: Checkpoint, optim: Optimizer, groups: list[dict[Key, Value]], without: set[str]
 ) -> Checkpoint:
     """``checkpoint`` with ``groups`` in its optimizer, and a note. ``without``: the parameters without weight decay."""
-    changed = optim.with_groups(groups)
+    changed = replace(optim.with_groups(groups), rebuilt=True)
     names = list(map(str, changed.grouped_keys()))
     message = f"param groups by weight decay: {len(without)} of {len(names)} parameters have none"
     note = Note("groups-rebuilt", message, keys=tuple(name for name in names if name in without))

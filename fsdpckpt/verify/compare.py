@@ -59,8 +59,6 @@ def compare(
     matched = match_optimizers(a, b)
     notes = [UNWRAPPED] if a is not saved[0] or b is not saved[1] else []
     notes += _one_of_several_copies(saved)
-    for side in saved:
-        notes += [note.message for note in side.notes if note.kind == "unused"]
     leaves_a, leaves_b = leaves_of(a, {}, matched.positions), leaves_of(b, matched.keys, matched.positions)
     for named_a, named_b in _pair_sections(saved[0], saved[1]):
         more_a, more_b, more_notes = _named_leaves(saved, named_a, named_b, bare=bare)

@@ -37,10 +37,6 @@ from fsdpckpt.verify.repeated import is_endless, nbytes_to_read, stored_nbytes
 from fsdpckpt.verify.resumption import Resumption
 
 _COPIES = frozenset({"copies", "replica"})
-# Kinds of notes on what nothing proves: that slices of flat parameters without names are complete, and that states
-# whose names the model lacks are of a parameter that was left out, or of one whose name was changed.
-_UNPROVED = frozenset({"unnamed", "units-unreadable", "units-ambiguous", "unmatched"})
-_SHOWN = _UNPROVED | {"unused"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +229,7 @@ def _buffer_notes(differing: Sequence[Problem]) -> list[str]:
 
 def _notes(checkpoint: Checkpoint, checksums: int) -> tuple[str, ...]:
     """What could not be checked, and why."""
-    notes = tuple(note.message for note in checkpoint.notes if note.kind in _SHOWN)
+    notes = tuple(note.message for note in checkpoint.notes if note.for_verify)
     if checksums:
         return notes
     why = "were saved without" if len(checkpoint.checksums.crc) else "carry no"

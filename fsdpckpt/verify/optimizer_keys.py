@@ -17,7 +17,7 @@ from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.model_positions import counts_over_model
@@ -212,13 +212,19 @@ def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
 
 
 def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
-    unnamed = [checkpoint.source for checkpoint in (a, b) if any(note.kind == "unnamed" for note in checkpoint.notes)]
+    unnamed = [checkpoint.source for checkpoint in (a, b) if _has_slices(checkpoint)]
     if unnamed:
         return f"add {flags.units('FILE')}: it says which parameters are in the slices of {unnamed[0]}"
     if a.model is not None and b.model is not None:
         return f"compare the models alone: add {flags.only('model')}"
     convert = flags.command("convert", b.source, "DST", flags.key_type(key_type))
     return to_copy("convert B first, then compare A with the result", convert)
+
+
+def _has_slices(checkpoint: Checkpoint) -> bool:
+    """Whether its optimizer is still in slices of flat parameters, which nothing names."""
+    states = checkpoint.optim.state.values() if checkpoint.optim is not None else ()
+    return any(isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices) for entry in states for leaf in entry.values())
 
 
 def _lengths(groups: Sequence[Sequence[ParamKey]]) -> str:

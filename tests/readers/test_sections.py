@@ -95,7 +95,7 @@ def test_a_name_says_that_a_state_alone_is_an_optimizer_and_all_but_the_usual_ar
         root = {key: root}
     found = check(root, None, {**half, "param_groups": None}, {})
     notes = [] if path == "optim" else [f"the optimizer was found under {path}"]
-    assert [note.message for note in found.notes] == notes
+    assert [note.message for note in found.all_notes()] == notes
 
 
 def test_a_state_alone_is_no_optimizer_if_neither_its_name_nor_its_states_say_so() -> None:
@@ -106,7 +106,7 @@ def test_a_state_alone_is_no_optimizer_if_neither_its_name_nor_its_states_say_so
 
 def test_the_note_on_where_the_optimizer_was_comes_before_what_was_repaired() -> None:
     found = split({"a": {"state": {"0": {"exp_avg": M}}, "param_groups": [{"params": [0]}]}})
-    assert [note.kind for note in found.notes] == ["optimizer-found", "ids-repaired"]
+    assert [note.kind for note in found.all_notes()] == ["optimizer-found", "ids-repaired"]
 
 
 def test_an_optimizer_inside_a_state_of_another_is_a_part_of_that() -> None:
@@ -121,14 +121,14 @@ def test_a_model_under_a_key_called_state_is_no_optimizer() -> None:
 def test_several_optimizers_all_stay_extra_with_a_note() -> None:
     root = {"model": MODEL, "optimizer_states": [BY_ID, BY_ID], "epoch": 1}
     found = check(root, MODEL, None, {"optimizer_states": [BY_ID, BY_ID], "epoch": 1})
-    assert [note.kind for note in found.notes] == ["several-optimizers"]
-    assert "optimizer_states.0" in found.notes[0].message and "optimizer_states.1" in found.notes[0].message
+    assert [note.kind for note in found.all_notes()] == ["several-optimizers"]
+    assert "optimizer_states.0" in found.all_notes()[0].message and "optimizer_states.1" in found.all_notes()[0].message
 
 
 def test_an_optimizer_with_a_state_that_has_no_name_is_one_of_several() -> None:
     unnamed = {"state": {0: {0: M}}, "param_groups": [{"params": [0]}]}
     found = check({"gen": unnamed, "disc": BY_ID}, None, None, {"gen": unnamed, "disc": BY_ID})
-    assert [note.kind for note in found.notes] == ["several-optimizers"]
+    assert [note.kind for note in found.all_notes()] == ["several-optimizers"]
     check({"model": MODEL, "gen": unnamed}, MODEL, None, {"gen": unnamed})
 
 
@@ -137,7 +137,7 @@ def test_ids_of_several_optimizers_are_repaired_and_a_users_own_value_stays() ->
         return {"state": {key: {"exp_avg": M}, "tables": 7.5}, "param_groups": [{"params": [0]}]}
 
     found = check({"a": optimizer("0"), "b": optimizer(0)}, None, None, {"a": optimizer(0), "b": optimizer(0)})
-    assert [note.kind for note in found.notes] == ["several-optimizers", "ids-repaired"]
+    assert [note.kind for note in found.all_notes()] == ["several-optimizers", "ids-repaired"]
 
 
 @pytest.mark.parametrize("groups", [{"param_groups": [{"params": [0]}]}, {}])
@@ -168,7 +168,7 @@ def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between(
         None,
         {"gen": {"model": MODEL}, "disc": {"model": MODEL}},
     )
-    assert [note.kind for note in found.notes] == ["several-models"]
+    assert [note.kind for note in found.all_notes()] == ["several-models"]
 
 
 @pytest.mark.parametrize("name", ["model", "state_dict"])
@@ -177,7 +177,7 @@ def test_weights_beside_what_is_called_a_model_are_those_of_something_else(name:
     weights = {"first": tensor(1), "second": tensor(1)}
     found = check({name: MODEL, "weights": weights, "optim": BY_ID}, MODEL, BY_ID, {"weights": weights})
     message = f"{name} is the model; weights, which may be those of a loss, is an extra"
-    assert message in [note.message for note in found.notes]
+    assert message in [note.message for note in found.all_notes()]
     check({"weights": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1})
     root = {"model": MODEL, "state_dict": MODEL, "weights": weights}
     assert [note.kind for note in check(root, None, None, root).notes] == ["several-models"]
@@ -198,7 +198,7 @@ def test_sections_in_one_list_leave_the_other_items_in_it(before: int) -> None:
 
 def test_a_model_under_a_name_of_its_own_is_found_and_noted() -> None:
     found = check({"student": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1})
-    assert [note.kind for note in found.notes] == ["model-found"]
+    assert [note.kind for note in found.all_notes()] == ["model-found"]
 
 
 def test_random_states_are_no_model() -> None:
@@ -237,12 +237,12 @@ def test_a_model_with_an_empty_dict_in_it_is_still_the_model() -> None:
 def test_of_several_dicts_that_may_be_the_model_none_is_taken() -> None:
     root = {"student": MODEL, "teacher": MODEL}
     found = check(root, None, None, root)
-    assert [note.kind for note in found.notes] == ["several-models"]
+    assert [note.kind for note in found.all_notes()] == ["several-models"]
 
 
 def test_a_model_at_the_top_level_is_noted_with_what_is_beside_it() -> None:
     found = check({**MODEL, "rng": {"cpu": B}}, MODEL, None, {"rng": {"cpu": B}})
-    assert [(note.kind, note.message, note.key) for note in found.notes] == [
+    assert [(note.kind, note.message, note.key) for note in found.all_notes()] == [
         ("model-found", "the model's names are at the top level, beside rng", "l.weight")
     ]
     check({**MODEL, "epoch": 1}, {**MODEL, "epoch": 1}, None, {})
@@ -270,13 +270,13 @@ def test_the_metadata_of_a_state_dict_is_kept() -> None:
 def test_ids_that_became_strings_are_numbers_again_and_noted() -> None:
     broken = {"state": {"0": {"exp_avg": M}, "10": {"exp_avg": V}}, "param_groups": [{"params": [0, 10]}]}
     found = check({"optimizer": broken}, None, {**broken, "state": {0: {"exp_avg": M}, 10: {"exp_avg": V}}}, {})
-    assert [note.kind for note in found.notes] == ["ids-repaired"]
+    assert [note.kind for note in found.all_notes()] == ["ids-repaired"]
 
 
 @pytest.mark.parametrize("params", [["0", "10"], [0, 1], ["a"], [0, "10"], None])
 def test_names_made_of_digits_stay_names_unless_the_groups_list_these_ids(params: list[Any]) -> None:
     plain = {"state": {"0": {"exp_avg": M}, "10": {"exp_avg": V}}, "param_groups": [{"params": params}]}
-    assert check({"optimizer": plain}, None, plain, {}).notes == []
+    assert check({"optimizer": plain}, None, plain, {}).all_notes() == []
 
 
 def flattened(groups: list[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +299,7 @@ GROUPS = [
 )
 def test_flattened_keys_become_states_and_groups_of_equal_hyper_parameters(inside: Any) -> None:
     found = check(inside(flattened(GROUPS, STATE)), MODEL, {"state": STATE, "param_groups": GROUPS}, {})
-    assert "groups-rebuilt" in [note.kind for note in found.notes]
+    assert "groups-rebuilt" in [note.kind for note in found.all_notes()]
 
 
 def test_settings_in_another_order_are_equal_settings() -> None:
@@ -479,7 +479,7 @@ def test_a_model_nested_by_module_is_read_whole() -> None:
     nested = {"encoder": {"0.weight": W, "0.bias": B}, "head": {"weight": W}, "scale": B}
     whole = {"encoder.0.weight": W, "encoder.0.bias": B, "head.weight": W, "scale": B}
     found = check({"model": nested, "optimizer": BY_ID, "n": 1}, whole, BY_ID, {"n": 1})
-    assert [note.kind for note in found.notes] == ["model-found"]
+    assert [note.kind for note in found.all_notes()] == ["model-found"]
     deeper = {"language_model": {"encoder": nested, "embedding": {"weight": W}}}
     expected = {f"language_model.encoder.{name}": leaf for name, leaf in whole.items()}
     check({"model": deeper}, {**expected, "language_model.embedding.weight": W}, None, {})

@@ -126,7 +126,7 @@ class Rename:
             [journals], places, lambda: run_identity(make_plan(prepared.output), self.options, copies), self.options
         )
         job = divide_work(prepared, places, np.ones((len(files), 1), bool), budget, windows)
-        return resume_note(job, self.target, interrupted, self.options, changed_sources)
+        return self._note_on_work(job, interrupted, changed_sources)
 
     def open(self, *, directory: bool) -> OutputPlaces:
         if self.scope is OutputScope.NODE and self.group.world_size > 1:
@@ -152,7 +152,13 @@ class Rename:
 
     def resume_note(self, job: Job, changed_sources: Sequence[str]) -> Note | None:
         interrupted = None if self._staging is None else self._staging.interrupted
-        return resume_note(job, self.target, interrupted, self.options, changed_sources)
+        return self._note_on_work(job, interrupted, changed_sources)
+
+    def _note_on_work(
+        self, job: Job, interrupted: InterruptedRun | None, changed_sources: Sequence[str], *, anew: bool = True
+    ) -> Note | None:
+        """``anew``: whether a run that starts from the beginning is worth a note."""
+        return resume_note(job, self.target, interrupted, self.options, changed_sources, anew=anew)
 
     def prepare(
         self, job: Job, identity: Callable[[], RunIdentity], journaled: JournaledWindows, *, links: int

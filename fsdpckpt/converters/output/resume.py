@@ -152,11 +152,18 @@ def _other_command(what: str, details: Sequence[str] = (), file: str | None = No
 
 
 def resume_note(
-    job: Job, target: str, interrupted: InterruptedRun | None, options: ConvertOptions, changed_sources: Sequence[str]
+    job: Job,
+    target: str,
+    interrupted: InterruptedRun | None,
+    options: ConvertOptions,
+    changed_sources: Sequence[str],
+    *,
+    anew: bool,
 ) -> Note | None:
     """The note on what an interrupted run left.
 
-    ``interrupted``: None if DST exists and is complete. ``changed_sources``: from ``journaled_windows``.
+    ``interrupted``: None if DST exists and is complete. ``changed_sources``: from ``journaled_windows``. ``anew``:
+    whether it says that nothing is continued.
     """
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
@@ -165,7 +172,7 @@ def resume_note(
         return Note("resumed", f"continued an interrupted run: {there}")
     if interrupted is None:
         return Note("resumed", f"{target} was complete already: every byte was compared, nothing was written")
-    return _cleared_note(interrupted, options, changed_sources)
+    return _cleared_note(interrupted, options, changed_sources) if anew else None
 
 
 def _cleared_note(interrupted: InterruptedRun, options: ConvertOptions, changed_sources: Sequence[str]) -> Note | None:

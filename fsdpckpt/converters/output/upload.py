@@ -46,12 +46,14 @@ from fsdpckpt.errors import (
     UsageError,
     attach_leftover,
 )
+from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, LinkMode, OutputScope, VerifyLevel
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import UPLOADING, is_url
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
+from fsdpckpt.storage.staging import InterruptedRun
 from fsdpckpt.storage.target_checks import TargetState, require_apart
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
 
@@ -199,6 +201,12 @@ class Spooled(Rename):
                 self._owns_spool = True
                 self._lock_spool(self._spool)
 
+    def _note_on_work(
+        self, job: Job, interrupted: InterruptedRun | None, changed_sources: Sequence[str], *, anew: bool = True
+    ) -> Note | None:
+        anew = anew and self._store_state is TargetState.ABSENT  # what is compared with DST is made from the beginning
+        return super()._note_on_work(job, interrupted, changed_sources, anew=anew)
+
     def finish(self, report: Report, holders: Holders) -> Report:
         """Upload the output and remove the spools. Collective. Returns the report of the whole run."""
         if not report.dry_run:
@@ -207,7 +215,7 @@ class Spooled(Rename):
         notes = (*report.notes, Note("staged", f"converted in {above}, then uploaded"))
         if self._store_state is TargetState.COMPLETE_TO_COMPARE:
             there = f"{self._url} was complete already: every byte was compared, nothing was uploaded"
-            notes = (*(note for note in report.notes if note.kind != "cleared"), Note("resumed", there))
+            notes = (*report.notes, Note("resumed", there))
         if not report.dry_run and self._owns_spool and os.path.lexists(self._spool.path):
             left = f"{self._url} is complete, but {self._spool.root} could not be removed: remove it"
             notes = (*notes, Note("left-behind", left, warning=True))

@@ -196,7 +196,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     lists.append(_recorded_names(checkpoint, request, sources))
     available = [names for names in lists if names is not None]
     if not available:
-        unused = [note.message for note in checkpoint.notes if note.kind == "units-unreadable"]
+        refused = checkpoint.origin.units_refused
         listed = parameter_order(checkpoint)
         what = "nothing says which parameters they hold"
         if listed:
@@ -206,7 +206,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
             details=describe_lengths(checkpoint),
             most_shown=5,
             why="PyTorch does not save names and shapes with them, and "
-            + ("; ".join(unused) or "there is no units file beside the checkpoint"),
+            + ("; ".join(refused) or "there is no units file beside the checkpoint"),
             next_step=f"add {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), or "
             f"{flags.reference('PATH')} of a full or sharded checkpoint of this model",
         )

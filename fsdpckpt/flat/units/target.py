@@ -295,10 +295,9 @@ def _groups(
     position = {name: place for place, name in enumerate(units.parameters)}
     by_unit = source.listed_by_unit() if source is not None else ()
     listed_by_job = listed_order(names, position, by_unit=by_unit)
-    rebuilt = any(note.kind == "groups-rebuilt" for note in checkpoint.notes)
     # Lists that come back to a flat parameter say nothing of the order of flat parameters.
     whole = units.use_orig_params or not any(_returns(units, group) for group in names)
-    if listed_by_job is not None and listed_by_job.own and whole and not (rebuilt or by_user):
+    if listed_by_job is not None and listed_by_job.own and whole and not (optim.rebuilt or by_user):
         note = "ids follow the optimizer's own groups, which are not in the order of the model in group "
         return tuple(map(tuple, keys)), [note + some_of(moved)]
     note = "ids follow model.parameters() within a group: the source lists a different order in group "

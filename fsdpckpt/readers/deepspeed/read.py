@@ -344,6 +344,7 @@ class _Step:
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{message} of {plural(len(self.optim), 'rank')}"))
         tree.notes += self.module.notes_on_copies(trained)
         if isinstance(self.optim[0].states.get("base_optimizer_state"), list):
+            tree.groups_rebuilt = True
             tree.notes.append(
                 Note("groups-rebuilt", "an elastic checkpoint has no hyper-parameters of its param groups")
             )

@@ -25,7 +25,7 @@ from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, write_units
 from fsdpckpt.flat.units.source import find_units, source_units
 from fsdpckpt.flat.units.target import target_units
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
@@ -33,7 +33,6 @@ from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, whole
-from tests.ir.checkpoints import with_ledger
 
 BF16 = DTYPES["bfloat16"]
 PARAMS = (
@@ -191,7 +190,9 @@ def test_a_directory_or_nothing_where_the_units_file_should_be_is_said(tmp_path:
 
 
 def test_units_beside_the_source_that_cannot_be_read_are_mentioned_when_they_are_missed(sources: Sources) -> None:
-    source = with_ledger(raw(), notes=(Note("units-unreadable", "run/units.json: cut: these units are not used"),))
+    source = raw()
+    refused = ("run/units.json: cut: these units are not used",)
+    source.origin = replace(source.origin, units_refused=refused)
     with pytest.raises(NeedsInformationError) as caught:
         source_units(source, UnitsRequest(), sources)
     assert "run/units.json: cut" in str(caught.value.why)
