@@ -23,7 +23,20 @@ _WORDING = re.compile(f"{_BEGIN}{_INSIDE}{_BETWEEN}{_INSIDE}{_END}", re.DOTALL)
 
 # What stands for a value in help and in messages; Python shows all other values as literals.
 PLACEHOLDERS = frozenset(
-    {"DIR", "DTYPE", "FILE", "FLAVOR", "GLOB", "HOST:PORT", "MODULE:CLASS", "MODULE:NAME", "N", "NAME", "NAME=SIZE"}
+    {
+        "DIR",
+        "DTYPE",
+        "FILE",
+        "FLAVOR",
+        "GLOB",
+        "HOST:PORT",
+        "MODULE:CLASS",
+        "MODULE:NAME",
+        "N",
+        "NAME",
+        "NAME=N",
+        "NAME=SIZE",
+    }
     | {"NAME=SIZE,...", "OLD=NEW", "PATH", "PREFIX", "SIZE", "SRC", "TYPE", "VERSION"}
 )
 
@@ -201,6 +214,9 @@ clean_names = _switch("clean_names")
 strip_prefix = _flag("strip_prefix")
 add_prefix = _flag("add_prefix")
 rename = PairFlag("--rename", "rename")
+map_ = _flag("map")
+inverse = _switch("inverse")
+map_value = PairFlag("--map-value", "map_value")
 dtype = _flag("dtype")
 optim_dtype = _flag("optim_dtype")
 missing_state = _flag("missing_state")

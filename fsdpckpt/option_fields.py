@@ -58,6 +58,7 @@ class Scope(FlagEnum):
     FINITE = auto()  # a search for NaN and Inf
     FRAMEWORK = auto()  # a check whether a framework resumes
     LIVE_MODEL = auto()  # units from a model that is built on the meta device
+    MAP = auto()  # a layout map
     CLASSES = auto()  # units from the classes of wrapped modules
 
 

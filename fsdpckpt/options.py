@@ -195,6 +195,21 @@ class ConvertOptions(OptionRecord):
     rename: tuple[tuple[str, str], ...] = repeatable(
         "Rename a key or a dotted prefix; may be repeated, and is applied in order.", Heading.SELECTED
     )
+    map: str | None = option(
+        "Layout map: rename, stack, split and rearrange parameters with their optimizer state; a TOML or JSON file, or "
+        "the name of a built-in one (fsdpckpt formats lists them).",
+        Heading.SELECTED,
+        kind=PATH,
+        metavar="FILE|NAME",
+        synonyms=("layout-map", "mapping"),
+    )
+    inverse: bool = option("Apply the map backwards.", Heading.SELECTED, default=False, scope=Scope.MAP)
+    map_value: tuple[tuple[str, str], ...] = repeatable(
+        "A number that the map leaves open (default: what config.json states); may be repeated.",
+        Heading.SELECTED,
+        metavar="NAME=N",
+        scope=Scope.MAP,
+    )
     dtype: str | None = option(
         "Cast the model's floating-point tensors, for example to bfloat16; 'auto': as config.json states "
         "(default: no cast).",

@@ -41,6 +41,7 @@ def transform_sections(
     main = None if main is None else _with_undetermined(main, spec)
     notes = list(main.checkpoint.ledger.notes if main is not None else opened.ledger.notes)
     lacking = dict.fromkeys(main.checkpoint.lacking if main is not None else opened.lacking)
+    applied_map = main.applied_map if main is not None else None
     named: list[NamedSection] = []
     for section in opened.named:
         if spec.layout is Layout.FLATTENED:  # a model beside the flattened one: it stays as it is
@@ -55,6 +56,7 @@ def transform_sections(
             done = _with_undetermined(done, spec)
         if content is not None:
             named.append(replace(section, content=content))
+        applied_map = applied_map or done.applied_map
         added = [note for note in done.checkpoint.ledger.notes if note not in notes]
         notes += [replace(note, message=f"{section.label}: {note.message}") for note in added]
         lacking.update(dict.fromkeys(done.checkpoint.lacking))
@@ -63,7 +65,7 @@ def transform_sections(
         main = TransformedCheckpoint(replace(opened, model=None, optim=None))
     ledger = replace(main.checkpoint.ledger, notes=tuple(notes))
     whole = replace(main.checkpoint, named=tuple(named), ledger=ledger, lacking=tuple(lacking))
-    return replace(main, checkpoint=_promoted(whole))
+    return replace(main, checkpoint=_promoted(whole), applied_map=applied_map)
 
 
 def _with_undetermined(done: TransformedCheckpoint, spec: TargetSpec) -> TransformedCheckpoint:

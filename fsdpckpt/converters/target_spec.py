@@ -237,6 +237,8 @@ def refuse_target_options(
 
 def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
     """Raises UsageError for an option about a section that does not exist, is not selected, or is not written."""
+    if spec.options.map is None:
+        refuse_unused(spec.options, Scope.MAP, "there is no map", f"add {flags.map_('FILE')}")
     options, written = spec.options, spec.form is None or spec.form.optim is not None
     for section, scope, words, present in (
         (Section.MODEL, Scope.MODEL, "model", opened.has(Section.MODEL)),

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 
 from fsdpckpt import flags
 from fsdpckpt.converters.copies import with_equal_copies
+from fsdpckpt.converters.mapping import after_mapping, before_mapping, mapped, refuse_ids
 from fsdpckpt.converters.target_spec import TargetSpec, refuse_flat_options
 from fsdpckpt.errors import (
     NeedsInformationError,
@@ -40,6 +41,7 @@ from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units
+from fsdpckpt.maps import AppliedMap
 from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions, MissingState
 from fsdpckpt.producers.table import id_rule_of
@@ -84,11 +86,13 @@ class TransformedCheckpoint:
     """The checkpoint to write, with whole tensors.
 
     ``units``: those of a flattened target. Its optimizer is keyed by name; the writer rekeys it to ``key_type``.
+    ``applied_map``: what ``--map`` did, None without it.
     """
 
     checkpoint: Checkpoint
     units: Units | None = None
     key_type: KeyType | None = None
+    applied_map: AppliedMap | None = None
 
 
 def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: str = "") -> TransformedCheckpoint:
@@ -99,6 +103,8 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: 
     """
     options, request = spec.options, units_request(spec.options)
     _require_reference(options, sources)
+    if options.map is not None:
+        return _transform_mapped(opened, spec, sources, place=place)
     checkpoint = select_section(opened, section_of(options.only))
     _require_sound(checkpoint, section_of(options.only))
     checkpoint = _with_odd_states(checkpoint)
@@ -150,6 +156,25 @@ def transform(opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: 
     keep_names = not (options.clean_names or weights)
     named = source_names.restored(checkpoint) if keep_names else source_names.noted(checkpoint)
     return TransformedCheckpoint(steps.finish(named))
+
+
+def _transform_mapped(opened: Checkpoint, spec: TargetSpec, sources: Sources, *, place: str) -> TransformedCheckpoint:
+    """``transform`` of what ``--map`` makes of ``opened``: that is first read as whole tensors by name."""
+    options = spec.options
+    # Units, names and order are those of one of the two models: of the written one if its form needs them.
+    to_flattened = spec.layout is Layout.FLATTENED
+    of_target = to_flattened or (spec.form is not None and spec.form.weights)
+    whole = TargetSpec(
+        Layout.FULL, Container.TORCH, None, before_mapping(options, of_target=of_target), directory=False
+    )
+    named, names = normalise(transform(opened, whole, sources, place=place).checkpoint)
+    named = names.noted(Table.of(named).with_plain_words().written(named))
+    key_type = options.key_type or (opened.optim.key_type if opened.optim is not None else None)
+    if key_type == "id" and not to_flattened:
+        refuse_ids(named, options)
+    checkpoint, applied = mapped(named, opened, options, sources)
+    later = replace(after_mapping(options, of_target=of_target), key_type=key_type)
+    return replace(transform(checkpoint, replace(spec, options=later), sources), applied_map=applied)
 
 
 def _require_reference(options: ConvertOptions, sources: Sources) -> None:

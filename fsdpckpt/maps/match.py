@@ -1,0 +1,177 @@
+"""Finds which parameters each rule of a map applies to, and proves that none is missing and none is named twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdpckpt import flags
+from fsdpckpt.errors import SourceIncompleteError, UsageError, to_copy
+from fsdpckpt.maps.names import Pattern
+from fsdpckpt.maps.rules import LayoutMap, Rule
+from fsdpckpt.maps.steps import Member
+from fsdpckpt.text import first_lines, plural
+
+_NAMES_IN_MESSAGE = 8
+_NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of a rule. ``words``: what stands at the places that from and to share. ``sources``: the names."""
+
+    rule: Rule
+    words: Mapping[str, str]
+    sources: Mapping[Member, str]
+
+    def target(self, member: Member) -> str:
+        """The name of one result."""
+        position, number = member
+        pattern = self.rule.targets[position or 0]
+        place = self.rule.unstacked
+        return pattern.format(self.words if place is None else {**self.words, place: str(number)})
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """``uses``: of all rules, in the order of the names. ``rest``: the names that no rule has."""
+
+    uses: tuple[Use, ...]
+    rest: tuple[str, ...]
+
+
+def match_rules(layout_map: LayoutMap, names: Sequence[str], source: str) -> Matched:
+    """The uses of the rules of ``layout_map`` among ``names``.
+
+    Raises UsageError for a name that two rules have, a rule that applies to nothing, and names that no rule has where
+    the map says so; SourceIncompleteError if a rule needs several parameters and some are not there.
+    """
+    found: dict[tuple[int, tuple[str, ...]], Use] = {}
+    uses: dict[tuple[int, tuple[str, ...]], dict[Member, str]] = {}
+    rest: list[str] = []
+    for name in names:
+        matches = [each for rule in layout_map.rules for each in _matches(rule, name)]
+        if not matches:
+            rest.append(name)
+            continue
+        if len(matches) > 1:
+            rules = " and ".join(dict.fromkeys(str(rule) for rule, *_ in matches))
+            raise _wrong(layout_map, f"{name} matches {rules}", "every parameter has one place in the target", name)
+        rule, words, member = matches[0]
+        key = rule.number, tuple(words[place] for place in sorted(words))
+        members = uses.setdefault(key, {})
+        members[member] = name
+        found.setdefault(key, Use(rule, words, members))
+    if rest and not layout_map.keeps_rest:
+        raise UsageError(
+            f"{layout_map.name} has no rule for {plural(len(rest), 'parameter')} of {source}",
+            details=first_lines(rest, _NAMES_IN_MESSAGE),
+            file=layout_map.name,
+            key=rest[0],
+            why='it says rest = "error"',
+            next_step=f'give it rules for them, or rest = "keep"; {flags.exclude("GLOB")} leaves parameters out',
+        )
+    _require_used(layout_map, [use.rule for use in found.values()], names, source)
+    for use in found.values():
+        _require_complete(use, source)
+    return Matched(tuple(found.values()), tuple(rest))
+
+
+def _matches(rule: Rule, name: str) -> Iterable[tuple[Rule, dict[str, str], Member]]:
+    for position, pattern in enumerate(rule.sources):
+        words = pattern.match(name)
+        if words is None:
+            continue
+        number = None
+        if rule.stacked is not None:
+            text = words.pop(rule.stacked)
+            if not _NUMBER.fullmatch(text):
+                continue
+            number = int(text)
+        yield rule, words, (position if len(rule.sources) > 1 else None, number)
+
+
+def _require_used(layout_map: LayoutMap, used: Collection[Rule], names: Sequence[str], source: str) -> None:
+    numbers = {rule.number for rule in used}
+    unused = [rule for rule in layout_map.rules if rule.number not in numbers and not rule.optional]
+    if not unused:
+        return
+    backwards = layout_map.inverse()
+    fits_back = sum(any(_matches(rule, name)) for rule in backwards.rules for name in names)
+    meant = (
+        f"; did you mean {flags.inverse.off if layout_map.inverted else flags.inverse}?"
+        if fits_back > len(numbers)
+        else ""
+    )
+    raise UsageError(
+        f"{layout_map.name} does not fit {source}: {plural(len(unused), 'rule')} of it match nothing",
+        details=first_lines([str(rule) for rule in unused], _NAMES_IN_MESSAGE),
+        file=layout_map.name,
+        why="it is a map of another model, or of the other direction" + meant,
+        next_step=to_copy("see the names", flags.command("inspect", source, flags.names_only)),
+    )
+
+
+def _require_complete(use: Use, source: str) -> None:
+    """Raises SourceIncompleteError if the rule needs parameters that are not there."""
+    rule = use.rule
+    positions = range(len(rule.sources)) if len(rule.sources) > 1 else (None,)
+    numbers: Sequence[int | None] = (None,)
+    if rule.stacked is not None:
+        numbers = range(max(number or 0 for _, number in use.sources) + 1)
+    missing = [
+        _source_name(rule.sources[position or 0], use.words, rule.stacked, number)
+        for position in positions
+        for number in numbers
+        if (position, number) not in use.sources
+    ]
+    if missing:
+        present = next(iter(use.sources.values()))
+        raise SourceIncompleteError(
+            f"{source} has {present}, and not all that {rule} joins with it",
+            details=[f"{name} is missing" for name in first_lines(missing, _NAMES_IN_MESSAGE)],
+            key=missing[0],
+            why="it was left out when the checkpoint was saved or selected, or the map is of another model",
+            next_step=to_copy("see the names", flags.command("inspect", source, flags.names_only)),
+        )
+
+
+def _source_name(pattern: Pattern, words: Mapping[str, str], place: str | None, number: int | None) -> str:
+    return pattern.format(words if place is None else {**words, place: str(number)})
+
+
+def _wrong(layout_map: LayoutMap, what: str, why: str, name: str) -> UsageError:
+    return UsageError(
+        f"{layout_map.name}: {what}",
+        file=layout_map.name,
+        key=name,
+        why=why,
+        next_step="correct the patterns; docs/maps.md describes the file",
+    )
+
+
+def require_bijection(layout_map: LayoutMap, new_names: Mapping[str, Use | None], rest: Collection[str]) -> None:
+    """Raises UsageError unless the inverse of the map leads from each new name back to where it came from.
+
+    ``new_names``: the use that makes each one. ``rest``: the names that stay.
+    """
+    backwards = {rule.number: rule for rule in layout_map.inverse().rules}
+    for name, use in new_names.items():
+        if use is None:
+            continue
+        if name in rest:
+            raise _wrong(
+                layout_map,
+                f"{use.rule} makes {name}, which is there already",
+                "two parameters cannot have one name",
+                name,
+            )
+        back = [words for _, words, _ in _matches(backwards[use.rule.number], name)]
+        if back != [use.words]:
+            raise _wrong(
+                layout_map,
+                f"{use.rule} makes {name}, and its inverse does not lead back to {next(iter(use.sources.values()))}",
+                "patterns with {name*} can match in several ways",
+                name,
+            )

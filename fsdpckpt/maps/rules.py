@@ -1,0 +1,148 @@
+"""A layout map: rules over the names of parameters, and what a rule may do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fsdpckpt.maps.names import Pattern
+from fsdpckpt.maps.steps import Cat, Size, Split, Stack, Step, Unstack
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``sources`` become ``targets`` by ``steps``. ``optional``: a checkpoint may have none of them.
+
+    ``copies``: "" for the steps; ``untie``: one tensor gets several names; ``tie``: several names of equal tensors
+    become one.
+    """
+
+    number: int  # in the file, from 1
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    steps: tuple[Step, ...] = ()
+    optional: bool = False
+    copies: Literal["", "tie", "untie"] = ""
+
+    @property
+    def stacked(self) -> str | None:
+        """The place in the names of the sources that a step stacks."""
+        return next((step.place for step in self.steps if isinstance(step, Stack)), None)
+
+    @property
+    def unstacked(self) -> str | None:
+        """The place in the names of the targets that a step fills."""
+        return next((step.place for step in self.steps if isinstance(step, Unstack)), None)
+
+    @property
+    def renames_alone(self) -> bool:
+        return not self.steps and not self.copies
+
+    def inverse(self) -> Rule:
+        copies: Mapping[str, Literal["", "tie", "untie"]] = {"": "", "tie": "untie", "untie": "tie"}
+        steps = tuple(step.inverse() for step in reversed(self.steps))
+        return replace(self, sources=self.targets, targets=self.sources, steps=steps, copies=copies[self.copies])
+
+    def __str__(self) -> str:
+        return f"rule {self.number} ({_patterns(self.sources)} -> {_patterns(self.targets)})"
+
+
+def _patterns(patterns: tuple[Pattern, ...]) -> str:
+    more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
+    return f"{patterns[0]}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number that the map leaves open. ``fields``: what of a ``config.json`` gives it, the first that is there.
+    ``default``: the number that the map states, if it states one.
+    """
+
+    fields: tuple[Size, ...] = ()
+    default: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutMap:
+    """``name``: that of a built-in map, or the path of the file. ``keeps_rest``: whether parameters that no rule names
+    keep their names; else they are an error. ``sha256``: of the file. ``inverted``: whether this is the inverse of what
+    the file says.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    keeps_rest: bool
+    sha256: str
+    values: Mapping[str, Value]
+    description: str = ""
+    inverted: bool = False
+
+    def inverse(self) -> LayoutMap:
+        return replace(self, rules=tuple(rule.inverse() for rule in self.rules), inverted=not self.inverted)
+
+
+def flaws(rule: Rule) -> list[str]:
+    """Why ``rule`` cannot be applied, and undone again; empty if it can."""
+    if rule.copies:
+        return _copy_flaws(rule)
+    found: list[str] = []
+    stacks = [step.place for step in rule.steps if isinstance(step, Stack)]
+    unstacks = [step.place for step in rule.steps if isinstance(step, Unstack)]
+    if len(stacks) > 1 or len(unstacks) > 1:
+        return ["it stacks or unstacks twice"]
+    places = _places(rule.sources, found), _places(rule.targets, found)
+    for stacked, have, side in ((stacks, places[0], "from"), (unstacks, places[1], "to")):
+        found += [f"{{{place}}} is not in {side}" for place in stacked if place not in have]
+    kept = places[0] - {*stacks}, places[1] - {*unstacks}
+    for only, side in ((kept[0] - kept[1], "from"), (kept[1] - kept[0], "to")):
+        found += [f"{{{place}}} is only in {side}: its value would be lost on the way back" for place in sorted(only)]
+    return found or _count_flaws(rule, several=bool(stacks))
+
+
+def _places(patterns: tuple[Pattern, ...], found: list[str]) -> frozenset[str]:
+    first = patterns[0].places
+    for other in patterns[1:]:
+        if other.places != first:
+            found.append(f"{patterns[0]} and {other} have different names in braces")
+    return first
+
+
+def _count_flaws(rule: Rule, *, several: bool) -> list[str]:
+    """Follow how many tensors there are from step to step."""
+    count = len(rule.sources)
+    for step in rule.steps:
+        if isinstance(step, Cat):
+            if count == 1:
+                return [f"{step}: there is one tensor, and nothing to join"]
+            if len(step.sizes) != count:
+                return [f"{step}: there are {count} tensors and {len(step.sizes)} sizes"]
+            count = 1
+        elif isinstance(step, Split):
+            if count > 1:
+                return [f"{step}: there are {count} tensors, and only one can be split"]
+            count = len(step.sizes)
+        elif isinstance(step, Unstack):
+            if several:
+                return [f"{step}: they are already several"]
+            several = True
+        elif isinstance(step, Stack):
+            several = False
+    if count != len(rule.targets):
+        return [f"its steps make {count} of {len(rule.sources)} tensors, and to has {len(rule.targets)} patterns"]
+    return []
+
+
+def _copy_flaws(rule: Rule) -> list[str]:
+    found: list[str] = []
+    one, several = (rule.targets, rule.sources) if rule.copies == "tie" else (rule.sources, rule.targets)
+    if len(one) != 1 or len(several) < 2:
+        takes = (
+            "several patterns in from, and one in to" if rule.copies == "tie" else "one pattern in from, several in to"
+        )
+        found.append(f"{rule.copies} takes {takes}")
+    if rule.steps:
+        found.append(f"{rule.copies} has no steps beside it")
+    if not found and _places(rule.sources, found) != _places(rule.targets, found):
+        found.append("from and to have different names in braces")
+    return found
