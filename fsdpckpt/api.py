@@ -80,6 +80,9 @@ if TYPE_CHECKING:
         strip_prefix: str | None
         add_prefix: str | None
         rename: Mapping[str, str] | Iterable[tuple[str, str]]
+        map: str | os.PathLike[str] | None
+        inverse: bool
+        map_value: Mapping[str, str] | Iterable[tuple[str, str]]
         dtype: str | torch.dtype | None
         optim_dtype: str | torch.dtype | None
         missing_state: MissingState | Literal["error", "zeros", "skip"] | None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from fsdpckpt import flags
 from fsdpckpt.ir import Container, KeyType, Layout, Section, SectionName, Strategy
 from fsdpckpt.option_fields import (
     PATH,
@@ -200,6 +201,7 @@ class ConvertOptions(OptionRecord):
         "the name of a built-in one (fsdpckpt formats lists them).",
         Heading.SELECTED,
         kind=PATH,
+        flag=flags.map_,
         metavar="FILE|NAME",
         synonyms=("layout-map", "mapping"),
     )

@@ -44,6 +44,7 @@ Examples:
       --reference model.pt --key-type name
   fsdpckpt convert runs/step-1000 weights --container safetensors \\
       --only model --dtype bfloat16
+  fsdpckpt convert runs/step-1000 hub --map transformers-mixtral --inverse
   fsdpckpt convert runs/step-1000 full.pt --dry-run
   fsdpckpt convert runs on-6 --each 'checkpoint-*' --world-size 6
   fsdpckpt convert runs/step-1000 full.pt --nproc-per-node 4

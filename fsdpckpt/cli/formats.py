@@ -19,12 +19,13 @@ Examples:
 
 \b
 A container is a file format, a flavor the file names and keys of a framework.
+A map renames and rearranges parameters: convert --map.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A container or a flavor. ``writes``: the layouts in which it is written, empty for one that is only read."""
+    """A container, a flavor or a map. ``writes``: the layouts in which it is written; empty if it is not."""
 
     kind: str
     name: str
@@ -53,18 +54,20 @@ def formats_command(output: Output) -> int:
     formats = list(all_formats())
     output.document(lambda: {"formats": [asdict(each) for each in formats]}, "formats")
     rows = [("kind", "name", "what it is", "written as", "tried with")]
-    rows += [
-        (each.kind, each.name, each.title, ", ".join(each.writes) or "(read only)", each.tested or "-")
-        for each in formats
-    ]
+    rows += [(each.kind, each.name, each.title, _written(each), each.tested or "-") for each in formats]
     heading, *lines = table_lines(rows, right=())
     table: list[Line] = [Styled(heading, Colour.HEADING), *lines]
     output.data(table)
     return 0
 
 
+def _written(each: Format) -> str:
+    return ", ".join(each.writes) or ("-" if each.kind == "map" else "(read only)")
+
+
 def all_formats() -> Iterator[Format]:
-    """Every container and every flavor."""
+    """Every container, every flavor and every built-in map."""
+    from fsdpckpt.maps import map_names, named_map
     from fsdpckpt.producers.table import all_flavors  # which imports numpy: not for --help
     from fsdpckpt.readers.registry import foreign_readers
 
@@ -76,3 +79,6 @@ def all_formats() -> Iterator[Format]:
     for flavor in sorted(all_flavors(), key=lambda flavor: (not flavor.forms, flavor.name)):
         layouts = tuple(dict.fromkeys(str(form.layout) for form in flavor.forms))
         yield Format("flavor", flavor.name, flavor.title, layouts, flavor.tested)
+    for name in map_names():
+        built_in = named_map(name)
+        yield Format("map", name, built_in.description, (), built_in.tested)

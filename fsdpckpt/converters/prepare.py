@@ -123,7 +123,8 @@ def _select(source: str, target: str, options: ConvertOptions, sources: Sources)
     The metadata shows which tensors these are. If it is not enough (flat parameters, rows that ranks cut differently
     from the metadata, anything that is refused), open all items.
     """
-    if options.only is not None or options.include or options.exclude:
+    # A map compares numbers of several parameters.
+    if options.map is None and (options.only is not None or options.include or options.exclude):
         by_metadata = _try_to_select(source, target, options, sources, Locate.NOTHING)
         if by_metadata is not None and not _items_to_open(by_metadata):
             return by_metadata

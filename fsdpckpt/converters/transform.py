@@ -169,7 +169,8 @@ def _transform_mapped(opened: Checkpoint, spec: TargetSpec, sources: Sources, *,
     )
     named, names = normalise(transform(opened, whole, sources, place=place).checkpoint)
     named = names.noted(Table.of(named).with_plain_words().written(named))
-    key_type = options.key_type or (opened.optim.key_type if opened.optim is not None else None)
+    by_id = opened.optim is not None and opened.optim.key_type == "id"
+    key_type: KeyType | None = options.key_type or ("id" if by_id else None)
     if key_type == "id" and not to_flattened:
         refuse_ids(named, options)
     checkpoint, applied = mapped(named, opened, options, sources)

@@ -16,6 +16,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, NeedsInformationError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.files import Inline, SourceFile
 from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer, ParamKey, States, group_params
 from fsdpckpt.ir.state_shapes import mirrors
 from fsdpckpt.ir.table import names_of
@@ -99,7 +100,8 @@ def apply_map(
         notes.append(
             Note("dropped", "the module versions in the model's _metadata were left out: their keys no longer fit")
         )
-    mapped = replace(checkpoint, model=model, optim=optim, units=None, orders=()).without_order()
+    files = work.files()
+    mapped = replace(checkpoint, files=files, model=model, optim=optim, units=None, orders=()).without_order()
     return mapped.noted(*notes), applied
 
 
@@ -133,6 +135,21 @@ class _Work:
         self._shapes = shapes
         self._targets: dict[int, list[str]] = {}
         self._proved: set[str] | None = None
+        self._numbers = bytearray()
+
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files of the checkpoint that is made."""
+        own = (Inline(bytes(self._numbers)),) if self._numbers else ()
+        return (*self.checkpoint.files, *own)
+
+    def copy_of(self, number: Tensor) -> Tensor:
+        """A tensor without dimensions that has the same value and memory of its own.
+
+        ``torch.save`` keeps what shares memory as one, and an optimizer would count the steps of all in one number.
+        """
+        place = Chunks.whole(file=len(self.checkpoint.files), offset=len(self._numbers), shape=())
+        self._numbers += self.reading.number(number)
+        return Tensor(number.dtype, (), place, number.sharded)
 
     def targets(self, use: Use) -> list[str]:
         """The names that ``use`` makes, in order."""
@@ -402,7 +419,9 @@ def _mapped_state(
         if member in family or not _same_number(leaves[first], leaf, work):
             why = f"it differs from that of {use.sources[first]}, and one parameter has one value"
             raise work.refuse_state(use.sources[member], state, why, use)
-    yield from ((target, leaves[first]) for target in work.targets(use))
+    kept = leaves[first]
+    for position, target in enumerate(work.targets(use)):
+        yield target, work.copy_of(kept) if position and isinstance(kept, Tensor) else kept
 
 
 def _is_number(leaf: Tensor | Value) -> bool:

@@ -68,7 +68,7 @@ class _Parser:
         )
 
     def layout_map(self, document: object, sha256: str) -> LayoutMap:
-        table = self._table(document, "it", ("format", "description", "rest", "values", "rule"))
+        table = self._table(document, "it", ("format", "description", "tested", "rest", "values", "rule"))
         if table.get("format") != FORMAT:
             self.fail("its format is not known", expected=f"format = {FORMAT}", found=table.get("format", "none"))
         rest = table.get("rest")
@@ -85,10 +85,14 @@ class _Parser:
         if not isinstance(listed, list) or not listed:
             self.fail("it has no rule")
         rules = tuple(self._rule(number, each, values) for number, each in enumerate(listed, 1))
-        description = table.get("description", "")
-        if not isinstance(description, str):
-            self.fail("its description is no text", found=description)
-        return LayoutMap(self._name, rules, rest == "keep", sha256, values, description)
+        description, tested = (self._text(table, word) for word in ("description", "tested"))
+        return LayoutMap(self._name, rules, rest == "keep", sha256, values, description, tested)
+
+    def _text(self, table: Mapping[str, object], name: str) -> str:
+        value = table.get(name, "")
+        if not isinstance(value, str):
+            self.fail(f"its {name} is no text", found=value)
+        return value
 
     def _table(self, value: object, what: str, known: Collection[str] = ()) -> Mapping[str, object]:
         if not isinstance(value, dict):

@@ -66,7 +66,8 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class LayoutMap:
     """``name``: that of a built-in map, or the path of the file. ``keeps_rest``: whether parameters that no rule names
-    keep their names; else they are an error. ``sha256``: of the file. ``inverted``: whether this is the inverse of what
+    keep their names; else they are an error. ``sha256``: of the file. ``tested``: the library that it was
+    compared with. ``inverted``: whether this is the inverse of what
     the file says.
     """
 
@@ -76,6 +77,7 @@ class LayoutMap:
     sha256: str
     values: Mapping[str, Value]
     description: str = ""
+    tested: str = ""
     inverted: bool = False
 
     def inverse(self) -> LayoutMap:

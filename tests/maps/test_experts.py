@@ -1,0 +1,211 @@
+"""Experts that become one tensor and experts again: every byte, any layout, and training that goes on as it did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError, UsageError
+from tests.maps import experts
+from tests.maps.experts import State
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> State:
+    (tmp_path / "experts.toml").write_text(experts.MAP)
+    return experts.trained(tmp_path / "apart.pt")
+
+
+def convert(tmp_path: Path, source: str, target: str, **options: Any) -> Path:
+    options.setdefault("map", tmp_path / "experts.toml")
+    fsdpckpt.convert(tmp_path / source, tmp_path / target, verify="full", **options)
+    return tmp_path / target
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def states(state: State, name: str) -> State:
+    return {key: entry[name] for key, entry in state["optimizer"]["state"].items()}
+
+
+def test_a_map_gives_what_torch_gives_for_parameters_and_their_states(tmp_path: Path, saved: State) -> None:
+    made = torch.load(convert(tmp_path, "apart.pt", "fused.pt"))
+    assert_equal(made["model"], experts.written_out(saved["model"]))
+    for state in ("exp_avg", "exp_avg_sq"):
+        assert_equal(states(made, state), experts.written_out(states(saved, state)))
+    assert {float(entry["step"]) for entry in made["optimizer"]["state"].values()} == {2.0}
+    others, routers = (group["params"] for group in made["optimizer"]["param_groups"])
+    assert routers == [f"blocks.{block}.router.{part}" for block in range(2) for part in ("weight", "bias")]
+    assert others[:3] == ["tokens.weight", "blocks.0.gate_up", "blocks.0.down"]
+    assert [group["lr"] for group in made["optimizer"]["param_groups"]] == [0.01, 0.005]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"to": "sharded", "world_size": 4},
+        {"to": "sharded", "world_size": 3, "container": "torch"},
+        {"to": "flattened", "world_size": 3, "unit": "blocks.*", "use_orig_params": True},
+        {"to": "flattened", "world_size": 2, "unit": "none", "use_orig_params": False, "only": "model"},
+        {"nproc_per_node": 2, "to": "sharded", "world_size": 4},
+    ],
+    ids=lambda target: "-".join(map(str, target.values())),
+)
+def test_a_map_and_its_inverse_give_the_bytes_back_in_every_layout(
+    tmp_path: Path, saved: State, target: dict[str, Any]
+) -> None:
+    if target["to"] == "flattened":  # the order of the model that is made is that of its job
+        names = [name for name, _ in experts.fused().named_parameters()]
+        (tmp_path / "names.txt").write_text("\n".join(names))
+        target["parameters"] = tmp_path / "names.txt"
+    convert(tmp_path, "apart.pt", "fused", **target)
+    direct = convert(tmp_path, "apart.pt", "fused.pt")
+    assert fsdpckpt.diff(direct, tmp_path / "fused", only=target.get("only")).same
+    if target.get("only"):
+        return
+    back = torch.load(convert(tmp_path, "fused", "back.pt", inverse=True, to="full", key_type="name"))
+    assert_equal(back["model"], saved["model"])
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        assert_equal(states(back, state), states(saved, state))
+
+
+def test_training_goes_on_with_other_tensors_as_it_would_have(tmp_path: Path, saved: State) -> None:
+    convert(tmp_path, "apart.pt", "fused.pt")
+    convert(tmp_path, "fused.pt", "back.pt", inverse=True)
+    went_on: dict[str, State] = {}
+    losses = {}
+    for name, model in (("apart", experts.apart()), ("back", experts.apart()), ("fused", experts.fused())):
+        optimizer = experts.optimizer_of(model)
+        experts.load(tmp_path / f"{name}.pt", model, optimizer)
+        losses[name] = experts.train(model, optimizer, steps=range(2, 4))
+        went_on[name] = experts.by_name(model, optimizer)
+    assert losses["apart"] == losses["back"] == losses["fused"] and len(set(losses["apart"])) == 2
+    assert_equal(went_on["back"]["model"], went_on["apart"]["model"])
+    assert_equal(went_on["fused"]["model"], experts.written_out(went_on["apart"]["model"]))
+    for state in ("exp_avg", "exp_avg_sq"):
+        assert_equal(states(went_on["fused"], state), experts.written_out(states(went_on["apart"], state)))
+
+
+def test_the_record_says_which_map_made_it(tmp_path: Path, saved: State) -> None:
+    convert(tmp_path, "apart.pt", "fused", to="sharded", world_size=2)
+    recorded = json.loads((tmp_path / "fused" / "fsdpckpt.json").read_text())["map"]
+    assert recorded["sha256"] == hashlib.sha256(experts.MAP.encode()).hexdigest()
+    assert (recorded["name"], recorded["inverse"]) == (str(tmp_path / "experts.toml"), False)
+    assert [rule["applied"] for rule in recorded["rules"]] == [2, 2, 1]
+
+
+def edited(tmp_path: Path, saved: State, change: Any) -> None:
+    change(saved)
+    torch.save(saved, tmp_path / "apart.pt")
+
+
+EXPERT = "blocks.1.experts.2.down.weight"
+
+
+def test_members_of_different_steps_are_refused_by_name(tmp_path: Path, saved: State) -> None:
+    edited(tmp_path, saved, lambda state: state["optimizer"]["state"][EXPERT].update(step=torch.tensor(9.0)))
+    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert error.value.key == f"{EXPERT}.step" and "blocks.1.experts.0.down.weight" in str(error.value.why)
+
+
+def test_members_of_different_groups_are_refused_by_name(tmp_path: Path, saved: State) -> None:
+    def change(state: State) -> None:
+        first, second = state["optimizer"]["param_groups"]
+        first["params"].remove(EXPERT)
+        second["params"].append(EXPERT)
+
+    edited(tmp_path, saved, change)
+    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert error.value.key == EXPERT and "param group 0" in str(error.value.why)
+
+
+def test_members_that_are_not_trained_are_refused_by_name(tmp_path: Path, saved: State) -> None:
+    def change(state: State) -> None:
+        state["optimizer"]["param_groups"][0]["params"].remove(EXPERT)
+        del state["optimizer"]["state"][EXPERT]
+
+    edited(tmp_path, saved, change)
+    with pytest.raises(SourceUnsupportedError) as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert f"does not train {EXPERT}" in str(error.value.why)
+
+
+@pytest.mark.parametrize("state", ["exp_avg_sq_row", "preconditioner", "exp_avg"])
+def test_states_that_do_not_have_the_elements_of_their_parameter_are_refused_by_name(
+    tmp_path: Path, saved: State, state: str
+) -> None:
+    def change(saved: State) -> None:
+        for entry in saved["optimizer"]["state"].values():
+            entry[state] = {
+                "exp_avg_sq_row": torch.ones(2),
+                "preconditioner": [torch.ones(2, 2)],
+                "exp_avg": torch.tensor(0.5),
+            }[state]
+
+    edited(tmp_path, saved, change)
+    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert str(error.value.key).endswith(f".{state}") and "--only model" in error.value.text
+    convert(tmp_path, "apart.pt", "fused.pt", only="model")
+
+
+def test_a_state_of_an_unknown_name_is_moved_only_if_shapes_prove_what_it_is(tmp_path: Path, saved: State) -> None:
+    def change(saved: State) -> None:
+        for name, entry in saved["optimizer"]["state"].items():
+            entry["novel"] = saved["model"][name] * 3
+
+    edited(tmp_path, saved, change)
+    made = torch.load(convert(tmp_path, "apart.pt", "fused.pt"))
+    assert_equal(
+        states(made, "novel"), {name: value * 3 for name, value in experts.written_out(saved["model"]).items()}
+    )
+    # The same name elsewhere in another shape: for a square matrix, equal shapes would be a coincidence.
+    edited(tmp_path, saved, lambda state: state["optimizer"]["state"]["head.weight"].update(novel=torch.ones(6, 6)))
+    with pytest.raises(SourceUnsupportedError) as error:
+        convert(tmp_path, "apart.pt", "again.pt")
+    assert str(error.value.key).endswith(".novel")
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path, saved: State) -> None:
+    edited(tmp_path, saved, lambda state: (state["model"].pop(EXPERT.replace("2", "1")), state.pop("optimizer")))
+    with pytest.raises(SourceIncompleteError) as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert error.value.details == ("blocks.1.experts.1.down.weight is missing",)
+
+
+def test_tensors_of_other_shapes_or_dtypes_are_refused_by_name(tmp_path: Path, saved: State) -> None:
+    edited(tmp_path, saved, lambda state: (state.pop("optimizer"), state["model"].update({EXPERT: torch.ones(6, 7)})))
+    with pytest.raises(SourceUnsupportedError, match=r"blocks\.1\.experts\.2\.down\.weight does not fit"):
+        convert(tmp_path, "apart.pt", "fused.pt")
+    edited(tmp_path, saved, lambda state: state["model"].update({EXPERT: torch.ones(6, 5, dtype=torch.bfloat16)}))
+    with pytest.raises(SourceUnsupportedError, match="several dtypes") as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert f"{EXPERT} is bfloat16" in error.value.details
+
+
+def test_a_map_of_the_other_direction_is_recognised(tmp_path: Path, saved: State) -> None:
+    with pytest.raises(UsageError, match="did you mean inverse=False"):
+        convert(tmp_path, "apart.pt", "x.pt", inverse=True)
+    convert(tmp_path, "apart.pt", "fused.pt")
+    with pytest.raises(UsageError, match="did you mean inverse=True"):
+        convert(tmp_path, "fused.pt", "x.pt")
+
+
+def test_ids_are_not_made_for_a_model_whose_order_nothing_says(tmp_path: Path, saved: State) -> None:
+    fsdpckpt.convert(tmp_path / "apart.pt", tmp_path / "ids.pt", key_type="id")
+    with pytest.raises(NeedsInformationError, match="in which order"):
+        convert(tmp_path, "ids.pt", "fused.pt")
+    by_name = convert(tmp_path, "ids.pt", "fused.pt", key_type="name")
+    assert fsdpckpt.diff(by_name, convert(tmp_path, "apart.pt", "direct.pt")).same
