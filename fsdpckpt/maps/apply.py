@@ -101,7 +101,7 @@ def apply_map(
             Note("dropped", "the module versions in the model's _metadata were left out: their keys no longer fit")
         )
     files = work.files()
-    mapped = replace(checkpoint, files=files, model=model, optim=optim, units=None, orders=()).without_order()
+    mapped = replace(checkpoint, files=files, model=model, optim=optim, units=None).without_order()
     return mapped.noted(*notes), applied
 
 
