@@ -49,7 +49,7 @@ def mapped(
             if isinstance(leaf, Tensor):
                 shapes[name] = leaf.shape
     # What is said of names is said again of the new ones.
-    notes = tuple(note for note in checkpoint.notes if note.kind not in _SAID_AGAIN)
+    notes = tuple(note for note in checkpoint.ledger.notes if note.kind not in _SAID_AGAIN)
     checkpoint = replace(checkpoint, ledger=replace(checkpoint.ledger, notes=notes))
     return apply_map(checkpoint, layout_map, values, Reading(number, equal), shapes)
 
