@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import TextIO, TypeAlias
 
 from fsdpckpt.flags import Message
@@ -115,6 +116,7 @@ class Whole(str):
 
 SCHEMA_VERSION = 1  # increases when a key disappears or changes its meaning; new keys may appear at any time
 PRINTED_AT_ONCE = 1 << 16  # characters of a document, at least
+ITEMS_AT_ONCE = 256  # of a list in a document
 SECONDS_BETWEEN_LINES = 5.0  # often enough to show progress in a CI log, rarely enough not to fill it
 
 
@@ -230,16 +232,28 @@ def _json_parts(document: Mapping[str, object]) -> Iterator[str]:
         separator = ", "
         if isinstance(value, Iterator):
             yield "["
-            yield from (f", {_json(item)}" if number else _json(item) for number, item in enumerate(value))
+            between = ""
+            for items in _json_items(value):
+                yield f"{between}{items}"
+                between = ", "
             yield "]"
         else:
             yield _json(value)
     yield "}" if document else "{}"
 
 
+def _json_items(items: Iterator[object]) -> Iterator[str]:
+    """The text of ``items``, many at a time: a call for each would take longer than what it writes."""
+    while batch := list(islice(items, ITEMS_AT_ONCE)):
+        if any(isinstance(item, JsonText) for item in batch):  # long ones
+            yield from map(_json, batch)
+        else:
+            yield _json(batch)[1:-1]
+
+
 def _json(value: object) -> str:
     text = str(value) if isinstance(value, JsonText) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-    text = Message(text)  # options that are still values
+    text = str(Message(text))  # without options that are still values
     if sys.stdout is not None and not _writable(sys.stdout, text):
         text = json.dumps(json.loads(text), allow_nan=False)
     return text

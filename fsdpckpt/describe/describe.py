@@ -113,7 +113,9 @@ class Description:
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],
             "account": {
                 "files": [{"path": file.path, "fate": str(file.fate), "detail": file.detail} for file in account.files],
-                "entries": [json_value(asdict(entry)) for entry in account.entries],
+                "entries": [
+                    {"part": entry.part, "key": entry.key, "read_as": list(entry.read_as)} for entry in account.entries
+                ],
             },
         }
 
@@ -140,11 +142,12 @@ def describe(
     ``keys``: only those with a key that one of these globs matches; ``section``: only those in it. Raises UsageError
     for globs that match none, and for a section that ``checkpoint`` does not have.
     """
-    of_section = list(tensors_of(checkpoint, section))
+    every = list(checkpoint.tensors())
+    of_section = every if section is None else list(tensors_of(checkpoint, section))
     if keys:
         require_globs(flags.keys, keys, [(named.key,) for named in of_section], checkpoint.source)
     by_section: dict[str, list[NamedTensor]] = {}
-    for named in checkpoint.tensors():
+    for named in every:
         by_section.setdefault(named.label, []).append(named)
     chosen = [named for named in of_section if not keys or matches_any(named.key, keys)]
     sections = {name: _summary(tensors) for name, tensors in by_section.items()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 
 
 def stored(tensors: Sequence[Tensor]) -> list[bool]:
@@ -25,7 +25,7 @@ def stored(tensors: Sequence[Tensor]) -> list[bool]:
     owner = np.repeat(np.arange(len(tensors)), counts)
     file = np.concatenate([each.file for each in chunks])
     begin = np.concatenate([each.offset for each in chunks])
-    end = begin + np.concatenate([_extents(tensor) for tensor in tensors])
+    end = begin + _extents(chunks) * np.repeat([tensor.dtype.itemsize for tensor in tensors], counts)
     filled = end > begin
     numel = np.asarray([tensor.numel for tensor in tensors], np.int64)
     # What holds others comes before them: of equal ranges the one of the largest tensor, a flat parameter.
@@ -43,12 +43,15 @@ def stored(tensors: Sequence[Tensor]) -> list[bool]:
     return result
 
 
-def _extents(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """The bytes from the first to the last element of each chunk, 0 for one without elements."""
-    chunks = tensor.chunks
-    last = ((chunks.size - 1) * chunks.stride).sum(axis=1) + 1
-    extents: np.ndarray[tuple[int, ...], np.dtype[np.int64]] = np.where((chunks.size > 0).all(axis=1), last, 0)
-    return extents * tensor.dtype.itemsize
+def _extents(tensors: Sequence[Chunks]) -> Int64Array:
+    """The elements from the first to the last of each chunk, 0 for one without elements."""
+    of_boxes: dict[Boxes, Int64Array] = {}  # of tensors that are cut alike
+    for chunks in tensors:
+        boxes = chunks.boxes
+        if boxes not in of_boxes:
+            last = ((boxes.size - 1) * boxes.stride).sum(axis=1) + 1
+            of_boxes[boxes] = np.where((boxes.size > 0).all(axis=1), last, 0)
+    return np.concatenate([of_boxes[chunks.boxes] for chunks in tensors])
 
 
 def stored_bytes(tensors: Sequence[Tensor]) -> int:

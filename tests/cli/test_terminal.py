@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -15,11 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdpckpt import flags
 from fsdpckpt.cli import output
 from fsdpckpt.cli.errors import show_error
 from fsdpckpt.cli.output import Lines, Output, table_lines
 from fsdpckpt.errors import SourceError
-from fsdpckpt.text import plural, size_text
+from fsdpckpt.text import JsonText, plural, size_text
 
 
 def at_a_terminal(*arguments: str | Path, columns: int = 120) -> str:
@@ -163,3 +165,21 @@ def test_sizes_and_counts_read_well() -> None:
         "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 GiB", "5.0 TiB",
     ]  # fmt: skip
     assert (plural(1, "tensor"), plural(1234567, "tensor")) == ("1 tensor", "1,234,567 tensors")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("long_ones", [False, True])
+def test_a_long_list_in_a_document_is_printed_whole(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, long_ones: bool
+) -> None:
+    rows = [{"key": f"\u00e4 {number}", "why": f"add {flags.units('FILE')}"} for number in range(600)]
+    items = [
+        JsonText(json.dumps(row, ensure_ascii=False)) if long_ones and at % 100 == 7 else row
+        for at, row in enumerate(rows)
+    ]
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    Output(as_json=True, quiet=False).document(lambda: {"none": iter([]), "rows": iter(items), "end": 1})
+    printed = stream.buffer.getvalue()  # type: ignore[attr-defined]
+    expected = [{**row, "why": "add --units FILE"} for row in rows]
+    assert json.loads(printed) == {"none": [], "rows": expected, "end": 1}

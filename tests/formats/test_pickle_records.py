@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 import pickletools
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -144,6 +146,30 @@ def test_what_has_no_records_is_copied() -> None:
             assert pickle.loads(scan(opcodes).pickle) == value
     numbered = pickle.dumps({"a": ["a", "b", "a"]}, protocol=2)[2:]
     assert pickle.loads(scan(numbered, numbered=True).pickle) == {"a": ["a", "b", "a"]}
+
+
+def test_references_keep_their_values_however_many_are_copied_at_once() -> None:
+    names = [f"layers.{layer}.weight" for layer in range(400)]
+    value = {"names": names, "paths": {name: ("state", name, other) for name, other in pairwise(names)}}
+    opcodes = pickle.dumps(value, protocol=4)[11:]
+    assert pickle.loads(scan(opcodes).pickle) == value
+    assert pickle.loads(scan(pickle.dumps(value, protocol=2)[2:], numbered=True).pickle) == value
+
+
+def test_a_reference_to_a_value_that_is_copied_with_it_but_later_stays_one() -> None:
+    assert pickle.loads(scan(b"(\x8c\x01a\x94h\x00\x8c\x01b\x94t.").pickle) == ("a", "a", "b")
+    with pytest.raises(pickle.UnpicklingError, match="Memo value not found"):
+        pickle.loads(scan(b"(\x8c\x01a\x94h\x01\x8c\x01b\x94t.").pickle)
+
+
+def test_a_frame_may_end_after_each_opcode_that_is_copied_and_nowhere_else() -> None:
+    names = [f"layers.{layer}.weight" for layer in range(30)]
+    opcodes = pickle.dumps([*names, *names], protocol=4)[11:]
+    ends = {at for _, _, at in pickletools.genops(b"\x80\x04" + opcodes) if at}
+    for end in range(1, len(opcodes)):
+        scanner = Scanner((TENSOR, CHUNK, ITEM), numbered=False)
+        with nullcontext() if end + 2 in ends else pytest.raises(NotScannedError, match="two frames"):
+            scanner.read(opcodes, len(opcodes), [end])
 
 
 @pytest.mark.parametrize(

@@ -60,3 +60,14 @@ def test_only_what_another_holds_wholly_is_not_counted(tmp_path: Path, content: 
 
 def test_no_tensors_are_none() -> None:
     assert stored([]) == [] and stored_bytes([]) == 0
+
+
+def test_bytes_of_tensors_with_equal_shapes_are_those_of_each_dtype(tmp_path: Path) -> None:
+    """Halves of one storage meet, and none holds the other: neither of wide elements nor of narrow ones."""
+    content = {}
+    for dtype in (torch.uint8, torch.float64, torch.float16):
+        both = torch.arange(8).to(dtype)
+        content |= {f"{dtype}.begin": both[:4], f"{dtype}.end": both[4:], f"{dtype}.tied": both[4:]}
+    path = saved(tmp_path / "a.pt", content)
+    assert elements(path) == 3 * 8
+    assert fsdpckpt.inspect(path).sections["model"].nbytes == 8 * (1 + 8 + 2)

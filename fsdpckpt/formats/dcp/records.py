@@ -19,7 +19,7 @@ from fsdpckpt.formats.dcp.plans import Plans
 from fsdpckpt.formats.pickle import StubInstance, instance_class
 from fsdpckpt.formats.pickle.allowlist import STORAGE_MODULES
 from fsdpckpt.formats.pickle.operands import Columns, NotScannedError
-from fsdpckpt.formats.pickle.patterns import GET, MEMOIZED
+from fsdpckpt.formats.pickle.patterns import GET, MEMOIZED, NEW
 from fsdpckpt.formats.pickle.records import (
     Example,
     Placed,
@@ -37,7 +37,7 @@ from fsdpckpt.formats.pickle.scanner import Scanner
 from fsdpckpt.storage import ByteSource
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_NEW = GET + rb"\)\x81" + MEMOIZED + rb"\}" + MEMOIZED + rb"\("  # an instance, its attributes, and a mark before them
+_NEW = GET + NEW + MEMOIZED + rb"\}" + MEMOIZED + rb"\("  # an instance, its attributes, and a mark before them
 _ATTRIBUTE = GET
 _SIZE_CALLED = rb"\x85" + MEMOIZED + rb"R" + MEMOIZED  # torch.Size, whose name is before the tuple
 # A dtype, a layout, whether it needs a gradient, a memory format, whether it is pinned: names and calls of names.
@@ -77,7 +77,7 @@ ITEM = Record(
 TENSOR = Record(
     "tensor",
     (
-        same(_NEW, _ATTRIBUTE, GET, rb"\)\x81", MEMOIZED, _PROPERTIES, _ATTRIBUTE, GET),
+        same(_NEW, _ATTRIBUTE, GET, NEW, MEMOIZED, _PROPERTIES, _ATTRIBUTE, GET),
         sizes("shape"),
         same(_SIZE_CALLED, _ATTRIBUTE, rb"\]", MEMOIZED),
         list_of(CHUNK),
@@ -166,14 +166,19 @@ class MetadataRuns:
         self._scan = scan
         self._placed = Placed(scan, self._compare)
         self._properties: dict[int, object] = {}  # of tensors, by form
+        self._entries: dict[int, Entry] = {}  # by holder: most tensors are described by the same bytes
         self.finish = self._placed.finish
 
     def storage(self, persistent_id: object) -> Run | Entry:
         run = self._placed.run(persistent_id)
         if run.holder < 0:
             return run
-        holder = self._scan.holders[run.holder]
-        return Entry(run.holder, self._properties[holder.form], cast("tuple[int, ...]", holder.row["shape"]), run)
+        entry = self._entries.get(run.holder)
+        if entry is None:
+            holder = self._scan.holders[run.holder]
+            shape = cast("tuple[int, ...]", holder.row["shape"])
+            entry = self._entries[run.holder] = Entry(run.holder, self._properties[holder.form], shape, run)
+        return entry
 
     def rebuild(self, function: str, arguments: tuple[object, ...]) -> NoReturn:
         raise pickle.UnpicklingError(f"unexpected tensor: {function}, {len(arguments)} arguments")

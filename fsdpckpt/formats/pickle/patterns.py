@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 
 
 def _counted(opcode: bytes, zeros: bytes, sizes: Iterable[int]) -> bytes:
@@ -13,6 +14,7 @@ def _counted(opcode: bytes, zeros: bytes, sizes: Iterable[int]) -> bytes:
 
 
 GET = rb"(?:h.|j.{4})"
+NEW = rb"\)\x81"  # after a reference to a class: an instance of it
 MEMOIZED = rb"\x94?+"
 SHORT_TEXT = _counted(b"\x8c", b"", range(256))
 TEXT = _counted(b"X", rb"\x00{3}", range(256))
@@ -25,11 +27,21 @@ PLAIN = rb"[)\]}(teausbR\x81\x85-\x89NQ\x93]|K.|M..|J.{4}|G.{8}|c[^\n]{1,99}\n[^
     b"\x8a", b"", range(1, 10)
 )
 PUTS = rb"q.|r.{4}"
-MEMOIZES, NUMBERED = (  # match each opcode that memoises a value, with all opcodes before it, and the end
-    re.compile(rb"(?:" + PLAIN + rb"|" + SHORT_TEXT + rb"|" + TEXT + rb")*+(" + puts + rb"|\Z)", re.DOTALL)
-    for puts in (rb"\x94", PUTS)
-)
-ANY = re.compile(
-    rb"(?:" + PLAIN + rb"|" + GET + rb"|" + PUTS + rb"|\x94|" + SHORT_TEXT + rb"|" + TEXT + rb")*+", re.DOTALL
-)
+MEMOIZES = b"\x94"
 INTEGERS = re.compile(INTEGER, re.DOTALL)
+_UNMEMOISED = rb"|".join((PLAIN, GET, SHORT_TEXT, TEXT))
+
+
+# Compiled when they are needed: with 255 lengths of a text that takes a while.
+@cache
+def memoising(puts: bytes) -> re.Pattern[bytes]:
+    """A pattern for each opcode that memoises a value, which ``puts`` matches, with all opcodes before it, and for the
+    end.
+    """
+    return re.compile(rb"(?:" + _UNMEMOISED + rb")*+(" + puts + rb"|\Z)", re.DOTALL)
+
+
+@cache
+def in_frame() -> re.Pattern[bytes]:
+    """A pattern for opcodes within a frame."""
+    return re.compile(rb"(?:" + _UNMEMOISED + rb"|" + MEMOIZES + rb")*+", re.DOTALL)

@@ -79,7 +79,8 @@ def list_of(record: Record) -> Part:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One kind of record. ``end``: its opcodes after the last part.
+    """One kind of record: an instance, so that its first opcodes are a reference and ``patterns.NEW``. ``end``: its
+    opcodes after the last part.
 
     ``values``: how many values it leaves, one for a list or two for a dict. ``added``: the opcode that adds a batch of
     such values to the list or dict. ``inner``: the kind of record that it holds in a list, if it does.
@@ -202,15 +203,17 @@ class Placed:
 
     def run(self, persistent_id: object) -> Run:
         """Raises UnpicklingError for a persistent id that stands for no run."""
+        scan, expected = self._scan, self._next
         which = persistent_id if type(persistent_id) is tuple and len(persistent_id) == 3 else (persistent_id, (), ())
         number, values, texts = which
-        scan, expected = self._scan, self._next
-        examples, named = scan.examples.get(expected, []), scan.named.get(expected, [])
         if type(number) is not int or number != expected or expected >= len(scan.runs):
             raise pickle.UnpicklingError("unexpected persistent id")
+        self._next += 1
+        if number is persistent_id and expected not in scan.examples:  # as most are
+            return scan.runs[expected]
+        examples, named = scan.examples.get(expected, []), scan.named.get(expected, [])
         if not (isinstance(values, tuple) and isinstance(texts, tuple) and len(texts) == len(named)):
             raise pickle.UnpicklingError("unexpected persistent id")
-        self._next += 1
         for place, name in zip(named, texts, strict=True):
             if type(name) is not str:
                 raise pickle.UnpicklingError("a name that is no text")

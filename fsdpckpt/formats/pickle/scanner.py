@@ -23,11 +23,23 @@ from fsdpckpt.formats.pickle.operands import (
     sizes_of,
     smallest_integers,
 )
-from fsdpckpt.formats.pickle.patterns import ANY, GET, MEMOIZES, NUMBERED, PLAIN, PUTS, SHORT_TEXT, TEXT
+from fsdpckpt.formats.pickle.patterns import (
+    GET,
+    MEMOIZES,
+    NEW,
+    PLAIN,
+    PUTS,
+    SHORT_TEXT,
+    TEXT,
+    in_frame,
+    memoising,
+)
 from fsdpckpt.formats.pickle.records import Example, Form, Holder, Reads, Record, Row, Run, Scan
 
 _SHORT_TEXT_OPCODE, _STOP = 0x8C, ord(".")
 _MAX_FORMS = 256  # patterns that are made; a save has fewer than ten
+_NEW_NBYTES = 2  # of the opcodes that make an instance
+_MAX_COPIED = 1023  # opcodes that are copied at once: where a frame ends among them, they are read from the first on
 _MAX_REMEMBERED = 32 << 20  # bytes of whole records with lists that are recognised when they come again
 
 
@@ -76,7 +88,8 @@ class Scanner:
 
     def __init__(self, records: Sequence[Record], *, numbered: bool, skipped: Skipped | None = None) -> None:
         self._records, self._numbered, self._skipped = records, numbered, skipped
-        self._step = _step(tuple(records), numbered, b"" if skipped is None else skipped.key + skipped.begin)
+        skip = b"" if skipped is None else skipped.key + skipped.begin
+        self._step, self._references_in = _step(tuple(records), numbered, skip), _references_in(numbered, skip)
         self._out = bytearray()
         self._memo = Memo()
         self._numbers: list[bytes] = []  # the opcodes that give a value a memo number
@@ -117,7 +130,7 @@ class Scanner:
             elif kind == records:
                 self._begin_skipping()
             else:
-                self._copy(match[records + 2], match[records + 3])
+                self._copy(match[records + 2])
             while 0 <= boundary <= end:
                 latest = self._latest.get(self._records[kind].name) if 0 <= kind < records else None
                 passed = latest.several.match(data, at, boundary) if latest is not None else None
@@ -138,15 +151,17 @@ class Scanner:
         self._scan.pickle = protocol + bytes(self._out)
         return self._scan
 
-    def _copy(self, get: bytes | None, opcodes: bytes) -> None:
-        """Copy a reference, and opcodes without references."""
-        if get is not None:
-            self._out += self._gets.get(get) or self._reference(get)
-        self._out += opcodes
+    def _copy(self, opcodes: bytes) -> None:
+        """Copy opcodes, and replace the references among them."""
         if self._numbered:
-            self._numbers += filter(None, NUMBERED.findall(opcodes))
-        elif b"\x94" in opcodes:
-            self._memo.keep(MEMOIZES.findall(opcodes).count(b"\x94"))
+            self._numbers += filter(None, memoising(PUTS).findall(opcodes))
+        elif MEMOIZES in opcodes:
+            self._memo.keep(memoising(MEMOIZES).findall(opcodes).count(MEMOIZES))
+        gets = self._gets
+        for get, plain in self._references_in.findall(opcodes):
+            if get:
+                self._out += gets.get(get) or self._reference(get)
+            self._out += plain
 
     def _other(self, data: bytes, at: int) -> int:
         """Copy a long text, or end the walk; return where the opcode ends."""
@@ -406,19 +421,31 @@ class Scanner:
 
 @cache
 def _step(records: tuple[Record, ...], numbered: bool, skipped: bytes) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
-    """A pattern with a group for records of each kind, for what is skipped, for a reference, and for the opcodes up to
-    the next reference.
+    """A pattern with a group for records of each kind, for what is skipped, and for other opcodes, up to the next
+    instance: it may be a record.
     """
     runs = b"".join(rb"(" + record.in_a_row + rb")|" for record in records)
     skip = re.escape(skipped) if skipped else rb"(?!)"
-    texts = (rb"(?!" + skip + rb")(?:" + SHORT_TEXT + rb")", TEXT)
-    plain = b"|".join((PLAIN, PUTS if numbered else rb"\x94", *texts))
-    return re.compile(runs + rb"(" + skip + rb")|(" + GET + rb")?+((?:" + plain + rb")*+)", re.DOTALL)
+    get = GET + rb"(?=.{%d})(?!%b)" % (_NEW_NBYTES, NEW)
+    copied = rb"(?:%b){0,%d}+" % (rb"|".join((*_plain(numbered, skip), get)), _MAX_COPIED)
+    return re.compile(runs + rb"(" + skip + rb")|(" + GET + rb"?+" + copied + rb")", re.DOTALL)
+
+
+@cache
+def _references_in(numbered: bool, skipped: bytes) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
+    """A pattern for a reference, if there is one, and the opcodes up to the next one: a group for each."""
+    skip = re.escape(skipped) if skipped else rb"(?!)"
+    return re.compile(rb"(" + GET + rb")?+((?:" + rb"|".join(_plain(numbered, skip)) + rb")*+)", re.DOTALL)
+
+
+def _plain(numbered: bool, skip: bytes) -> tuple[bytes, ...]:  # noqa: FBT001 (as above)
+    """Patterns for opcodes that are no references. ``skip``: a pattern for where they end."""
+    return PLAIN, PUTS if numbered else MEMOIZES, rb"(?!" + skip + rb")(?:" + SHORT_TEXT + rb")", TEXT
 
 
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:
     """Raises unless one of the opcodes from ``at`` on ends at ``boundary``, where a frame begins."""
-    match = ANY.match(data, at, boundary)
+    match = in_frame().match(data, at, boundary)
     at = at if match is None else match.end()
     while at < boundary:
         at = opcode_end(data, at)
