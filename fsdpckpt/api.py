@@ -547,9 +547,10 @@ def _name_both(
     require_comparable(named[0], named[1], request, sources)
     given = _knowledge(options)
     if given and _keyed_differently(*named):
-        from fsdpckpt.converters.told_names import named_as_told
+        from fsdpckpt.converters.steps.knowledge import Knowledge
 
-        return [named_as_told(each, request, sources) for each in named], []
+        knowledge = Knowledge(request, sources)
+        return [knowledge.named(each) for each in named], []
     read_as_they_are = given and all(each is one for each, one in zip(named, (a, b), strict=True))
     return _with_buffers(named, given) if read_as_they_are else (named, [])
 
@@ -637,6 +638,6 @@ def _knowledge(options: OptionRecord) -> dict[str, object]:
 
 
 def _units_request(options: OptionRecord) -> UnitsRequest:
-    from fsdpckpt.converters.transform import units_request
+    from fsdpckpt.flat.units.from_options import units_request
 
     return units_request(ConvertOptions.of(**_knowledge(options)))

@@ -13,7 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError
+from fsdpckpt.ir import section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer
@@ -40,74 +43,119 @@ _BY_GROUP = re.compile(r"_last_lr|lr_lambdas|\w*(lrs|momentums)")  # the lists w
 _ANY_SCHEDULE = frozenset({"last_epoch", "_last_lr"})  # what every LR scheduler of torch has
 
 
-def adapt_to_form(
-    checkpoint: Checkpoint,
-    flavor: Flavor,
-    form: Form,
-    *,
-    world_size: int | None,
-    sources: Sources,
-    only: Section | None,
-    splits_param_group: bool,
-    directory: bool,
-) -> tuple[Checkpoint, Form, Mapping[str, Tensor]]:
-    """Return the checkpoint reduced to the sections ``form`` has a place for, ``form`` with the places this source
-    needs, and the side files to copy.
-
-    ``only``: the section to take. ``splits_param_group``: whether a single param group will be split in two; the LR
-    scheduler is then written, not copied as a file. ``directory``: whether the target is one: a file has no copies.
-    """
+def require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form, only: Section | None) -> None:
+    """Raises UsageError, SourceMissingError or NeedsInformationError if ``form`` has no place for what is selected."""
     _require_section_of_form(checkpoint, flavor, form, only)
     if only is None:
         _require_places(checkpoint, flavor, form)
-    others = (*checkpoint.origin.ignored, flavor.schedule_file) if splits_param_group else checkpoint.origin.ignored
-    source = replace(checkpoint, origin=replace(checkpoint.origin, ignored=others))
-    copied = side_files(source, flavor, world_size, sources, only=only, directory=directory)
-    below = f"{checkpoint.origin.directory.rstrip('/')}/"  # ``copied`` lists its files again
-    left_out = tuple(each for each in checkpoint.origin.left_out if each.directory.startswith(below))
-    checkpoint = replace(
-        checkpoint,
-        files=(*checkpoint.files, *copied.sources),
-        origin=replace(checkpoint.origin, left_out=left_out),
-    )
-    if only is None:
+
+
+def files_beside(checkpoint: Checkpoint, decision: Decision, flavor: Flavor, sources: Sources) -> SideFiles:
+    """The files beside the source that belong in the target. A file that is the target has none.
+
+    The LR scheduler for two param groups is written, not copied as a file.
+    """
+    ignored = checkpoint.origin.ignored
+    ignored = (*ignored, flavor.schedule_file) if decision.splits_param_group else ignored
+    source = replace(checkpoint, origin=replace(checkpoint.origin, ignored=ignored))
+    only, directory = section_of(decision.options.only), decision.directory
+    return side_files(source, flavor, decision.world_size, sources, only=only, directory=directory)
+
+
+def place_of_schedule(checkpoint: Checkpoint, flavor: Flavor, form: Form, copied: SideFiles) -> SectionPath | None:
+    """Where the source's LR scheduler goes if ``form`` has no place for extras: the file that ``flavor`` has for it.
+
+    None if it has none, if the file is copied from beside the source, or if the source has no scheduler of torch's.
+    """
+    file, keeps_optimizer = flavor.schedule_file, checkpoint.has(Section.OPTIM) and form.optim is not None
+    movable = form.extra is None and keeps_optimizer and file and file not in copied.files
+    if not movable or _source_schedule(checkpoint, _ANY_SCHEDULE) is None:
+        return None
+    return SectionPath(file, container=Container.TORCH, layout=Layout.FULL)
+
+
+def double_schedule(draft: Draft, decision: Decision) -> Draft:
+    """Give the LR scheduler a second entry for each param group if the only group is split in two."""
+    return draft.with_checkpoint(_doubled_schedule(draft.checkpoint)) if decision.splits_param_group else draft
+
+
+def adapt(draft: Draft, decision: Decision) -> Draft:
+    """Reduce the checkpoint to the sections, extras and side files that the target's framework has a place for."""
+    flavor, form = decision.flavor, decision.form
+    if flavor is None or form is None:
+        return draft
+    copied, ranks, sources = decision.side_files, decision.world_size, draft.sources
+    everything = decision.options.only is None
+    checkpoint = _with_files(draft.checkpoint, copied)
+    if everything:
         checkpoint = _place_named(checkpoint, flavor, form)
     if checkpoint.optim is not None and form.optim is None:
         note = Note("not-carried", f"optimizer state not written: flavor {flavor.name} has no place for it")
         checkpoint = replace(checkpoint, optim=None).noted(note)
-    if form.extra is None:
-        extra: dict[Key, Value] = {}
-        if checkpoint.has(Section.OPTIM) and only is None:
-            form, extra = _place_schedule(checkpoint, flavor, form, copied, sources)
-        unplaced = _unplaced_extras(checkpoint, copied, _schedule_path(checkpoint)[:1] if extra else ())
-        why = f"left out, because flavor {flavor.name} has no place for them"
-        checkpoint = replace(_without_extras(checkpoint, unplaced, why), extra=extra, rank_extra=())
+    about_schedule: list[Note] = []
+    lacking = list(copied.lacking)
+    if form.extra is None or decision.moves_schedule:
+        files = set(copied.files)
+        if everything and checkpoint.has(Section.OPTIM):
+            files |= {flavor.schedule_file} if decision.moves_schedule else set()
+            lacking += missing_file_warnings("the target", flavor, files)
+        checkpoint, about_schedule = _with_schedule_alone(checkpoint, decision, flavor, sources)
     else:
-        checkpoint = _without_extras(checkpoint, _extra_names_in_files(copied.files))  # they are not written twice
-        why = f"left out, because flavor {flavor.name} has a section under that name"
-        checkpoint = _without_extras(checkpoint, _names_of_sections(checkpoint, form), why)
-        if form.model.keys == () and form.extra.container is None:  # a tensor there would be one of the model's names
-            tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
-            why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
-            checkpoint = _without_extras(checkpoint, tensors, why)
+        checkpoint = _with_placed_extras(checkpoint, flavor, form, form.extra, copied)
     has_both = checkpoint.has(Section.MODEL) and checkpoint.has(Section.OPTIM)
     if not has_both:
         why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
         checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
-    checkpoint = checkpoint.noted(*copied.notes).lacks(*copied.lacking)
-    if only is None and form.optim is not None and not checkpoint.has(Section.OPTIM):
+    checkpoint = checkpoint.noted(*copied.notes, *about_schedule).lacks(*lacking)
+    if everything and form.optim is not None and not checkpoint.has(Section.OPTIM):
         message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
         checkpoint = checkpoint.noted(Note("resumption", message, warning=True))
-    if has_both and world_size is not None and form.optim is not None:
+    if has_both and ranks is not None and form.optim is not None:
         names = names_beside(checkpoint, sources)
-        changes = changes_with_ranks(flavor, copied.files, ranks_that_saved(checkpoint, names), world_size)
+        changes = changes_with_ranks(flavor, copied.files, ranks_that_saved(checkpoint, names), ranks)
         changed = [Note("resumption", change, warning=True) for change in changes]
         checkpoint = checkpoint.noted(*changed)
-    if only is None and (has_both or not _extras_imply_both(flavor, form)):
+    if everything and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
-    if has_both and only is None:
-        checkpoint = _with_resumption(checkpoint, flavor, world_size or checkpoint.world_size)
-    return checkpoint, form, copied.files
+    if everything and has_both:
+        checkpoint = _with_resumption(checkpoint, flavor, ranks or checkpoint.world_size)
+    return replace(draft, checkpoint=checkpoint, side_files=copied.files)
+
+
+def _with_files(checkpoint: Checkpoint, copied: SideFiles) -> Checkpoint:
+    """``checkpoint`` with the files of ``copied``, which lists anew what of those beside the source is not carried."""
+    below = f"{checkpoint.origin.directory.rstrip('/')}/"
+    left_out = tuple(each for each in checkpoint.origin.left_out if each.directory.startswith(below))
+    origin = replace(checkpoint.origin, left_out=left_out)
+    return replace(checkpoint, files=(*checkpoint.files, *copied.sources), origin=origin)
+
+
+def _with_schedule_alone(
+    checkpoint: Checkpoint, decision: Decision, flavor: Flavor, sources: Sources
+) -> tuple[Checkpoint, list[Note]]:
+    """``checkpoint`` with the LR scheduler as its only extra, if that has a place; and the notes on it."""
+    schedule = _source_schedule(checkpoint, _ANY_SCHEDULE) if decision.moves_schedule else None
+    placed = _schedule_path(checkpoint)[:1] if schedule is not None else ()
+    why = f"left out, because flavor {flavor.name} has no place for them"
+    left = _without_extras(checkpoint, _unplaced_extras(checkpoint, decision.side_files, placed), why)
+    if schedule is None:
+        return replace(left, extra={}, rank_extra=()), []
+    note = _schedule_note(flavor.schedule_file, schedule, checkpoint, flavor, sources)
+    return replace(left, extra=schedule, rank_extra=()), [note]
+
+
+def _with_placed_extras(
+    checkpoint: Checkpoint, flavor: Flavor, form: Form, place: SectionPath, copied: SideFiles
+) -> Checkpoint:
+    """``checkpoint`` with the extras that go to ``place``: those that are neither written nor copied otherwise."""
+    checkpoint = _without_extras(checkpoint, _extra_names_in_files(copied.files))  # they are not written twice
+    why = f"left out, because flavor {flavor.name} has a section under that name"
+    checkpoint = _without_extras(checkpoint, _names_of_sections(checkpoint, form), why)
+    if form.model.keys == () and place.container is None:  # a tensor there would be one of the model's names
+        tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
+        why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
+        checkpoint = _without_extras(checkpoint, tensors, why)
+    return checkpoint
 
 
 def _with_resumption(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Checkpoint:
@@ -148,7 +196,16 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
     return replace(checkpoint, named=tuple(placed)).noted(*notes)
 
 
-def with_numbers(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
+def number_sections(draft: Draft, decision: Decision) -> Draft:
+    """Give several models and optimizers the numbers that the framework gives them. It is the last change of places:
+    they say what belongs together.
+    """
+    if decision.flavor is None or decision.form is None:
+        return draft
+    return draft.with_checkpoint(_with_numbers(draft.checkpoint, decision.flavor, decision.form))
+
+
+def _with_numbers(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
     """All models, and all optimizers, of several under the numbers that ``form`` gives them: in their order, or in that
     of numbers that they have already; optimizers in the order of their models. Call it last: places say what belongs
     together.
@@ -284,25 +341,6 @@ def _extra_names_in_files(files: Iterable[str]) -> set[str]:
     return stems | {re.sub(r"_\d+$", "", stem) for stem in stems}
 
 
-def _place_schedule(
-    checkpoint: Checkpoint, flavor: Flavor, form: Form, copied: SideFiles, sources: Sources
-) -> tuple[Form, dict[Key, Value]]:
-    """Add a place for the source's LR scheduler to ``form``: the file that ``flavor`` uses, with the scheduler as
-    extras.
-
-    Appends to ``copied`` the note about this file, and what is missing.
-    """
-    names, extra = set(copied.files), dict[Key, Value]()
-    file = flavor.schedule_file
-    schedule = _source_schedule(checkpoint, _ANY_SCHEDULE)
-    if file and file not in names and schedule is not None:
-        form, extra = replace(form, extra=SectionPath(file, container=Container.TORCH, layout=Layout.FULL)), schedule
-        copied.notes.append(_schedule_note(file, schedule, checkpoint, flavor, sources))
-        names.add(file)
-    copied.lacking += missing_file_warnings("the target", flavor, names)
-    return form, extra
-
-
 def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
     """Keep the extras that ``form``'s loader opens, in the shape it expects; the notes say what changed.
 
@@ -377,7 +415,7 @@ def _source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[K
     return value if isinstance(value, dict) and has_keys(value, required) else None
 
 
-def schedule_of_two_groups(checkpoint: Checkpoint) -> Checkpoint:
+def _doubled_schedule(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with an LR scheduler for two param groups like the one that it has."""
     path = _schedule_path(checkpoint)
     extra, *rank_extra = (

@@ -20,7 +20,7 @@ from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.linking import require_recorded
 from fsdpckpt.converters.output.places import OutputPlaces
-from fsdpckpt.converters.transform import TransformedCheckpoint
+from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnwritableError
 from fsdpckpt.execute.checks import sum_of

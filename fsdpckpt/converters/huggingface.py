@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.model_config import CONFIG, WORD_EMBEDDINGS, disagreements
@@ -28,17 +30,17 @@ _NEEDED = (
 )
 
 
-def finish_export(
-    checkpoint: Checkpoint, side_files: Mapping[str, Tensor], options: ConvertOptions, sources: Sources
-) -> tuple[Checkpoint, Mapping[str, Tensor]]:
-    """Return the weights of ``checkpoint`` for ``from_pretrained``, and the files that go with them.
+def export(draft: Draft, decision: Decision) -> Draft:
+    """Make weights ready for ``from_pretrained``: tied weights once, and the files of the model beside them.
 
-    ``side_files``: the files beside the source. ``options.reference``: a directory whose configuration, tokenizer and
-    generation settings replace them; if it holds weights, their names and shapes must match. Raises
-    SourceUnsupportedError if they do not or if its configuration states other sizes, SourceMissingError if the
-    directory does not exist.
+    ``--reference`` names a directory whose configuration, tokenizer and generation settings replace those beside the
+    source; if it holds weights, their names and shapes must match. Raises SourceUnsupportedError if they do not or if
+    its configuration states other sizes, SourceMissingError if the directory does not exist.
     """
-    files, reference = dict(side_files), options.reference
+    if decision.form is None or not decision.form.weights:
+        return draft
+    checkpoint, options, sources = draft.checkpoint, decision.options, draft.sources
+    files, reference = dict(draft.side_files), options.reference
     folders = _folders(checkpoint, options)
     if reference is not None:
         reference_files = files_of_model(reference, checkpoint.files, sources)
@@ -52,7 +54,8 @@ def finish_export(
         checkpoint = checkpoint.lacks(_NEEDED)
     else:
         checkpoint = _with_note_on_dtype(checkpoint, folders, options, sources)
-    return _without_tied_copies(checkpoint, folders, sources, reference), files
+    exported = _without_tied_copies(checkpoint, folders, sources, reference)
+    return replace(draft, checkpoint=exported, side_files=files)
 
 
 def stated_dtype(

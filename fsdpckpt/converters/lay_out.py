@@ -6,8 +6,8 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fsdpckpt.converters.target_spec import TargetSpec
-from fsdpckpt.converters.transform import TransformedCheckpoint
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.flat import flatten as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
@@ -41,7 +41,7 @@ def dtype_rule(options: ConvertOptions) -> DtypeRule:
 
 def lay_out(
     transformed: TransformedCheckpoint,
-    spec: TargetSpec,
+    spec: Decision,
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int] = frozenset(),
 ) -> Target:
@@ -58,7 +58,7 @@ def lay_out(
     return _lay_out_document(document, transformed, spec, linkable)
 
 
-def _source_paths(checkpoint: Checkpoint, spec: TargetSpec) -> tuple[Mapping[Section, SectionPath], bool]:
+def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Section, SectionPath], bool]:
     """The keys of the main sections in a plain target, and whether the optimizer's are flattened.
 
     From DCP to DCP both stay as they are. So does the place of a section if the extras or a named section have a key
@@ -99,7 +99,7 @@ class _Document:
 def _lay_out_document(
     document: _Document,
     transformed: TransformedCheckpoint,
-    spec: TargetSpec,
+    spec: Decision,
     linkable: frozenset[int],
 ) -> Target:
     """Lay out the files of one document with the writer for its container and layout."""
@@ -135,7 +135,7 @@ def _lay_out_document(
 
 def _lay_out_form(
     transformed: TransformedCheckpoint,
-    spec: TargetSpec,
+    spec: Decision,
     form: Form,
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int],

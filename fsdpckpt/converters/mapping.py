@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping as Numbers
+from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision, Mapping
 from fsdpckpt.converters.huggingface import configuration_of
+from fsdpckpt.converters.steps.draft import Draft, Step
+from fsdpckpt.converters.steps.knowledge import Knowledge
+from fsdpckpt.converters.steps.sections import take
 from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.flat.units.from_options import units_request
+from fsdpckpt.ir import Container, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.model_config import CONFIG
+from fsdpckpt.ir.names import normalise
+from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.maps import AppliedMap, LayoutMap, Reading, apply_map, map_names, named_map, read_map
 from fsdpckpt.option_fields import Scope, options_of
@@ -24,7 +33,33 @@ _FILES = (".toml", ".json")
 _SAID_AGAIN = ("missing-state", "undetermined", "unused")
 
 
-def mapped(
+def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Draft:
+    """The draft of the model that ``--map`` makes of what ``steps`` make of the source; ``draft`` without a map."""
+    mapping = decision.mapping
+    if mapping is None:
+        return draft
+    knowledge = Knowledge(units_request(mapping.read.options), draft.sources)
+    read = take(steps, replace(draft, knowledge=knowledge), mapping.read)
+    if read.left_out:
+        return read
+    plain, names = normalise(read.checkpoint)
+    named = names.noted(Table.of(plain).with_plain_words().written(plain))
+    key_type = decision.options.key_type or draft.source_keys
+    if key_type == "id" and decision.layout is not Layout.FLATTENED:
+        refuse_ids(named, mapping.options)
+    checkpoint, applied = _mapped(named, draft.opened, mapping.options, draft.sources)
+    return replace(
+        draft,
+        checkpoint=checkpoint,
+        opened=checkpoint,
+        place="",
+        keys_before_map=draft.source_keys,
+        applied_map=applied,
+        unmatched=read.unmatched,
+    )
+
+
+def _mapped(
     checkpoint: Checkpoint, opened: Checkpoint, options: ConvertOptions, sources: Sources
 ) -> tuple[Checkpoint, AppliedMap]:
     """``checkpoint``, whose optimizer is keyed by name, as the map of ``options`` makes it.
@@ -75,7 +110,7 @@ def find_map(options: ConvertOptions) -> LayoutMap:
     return found.inverse() if options.inverse else found
 
 
-def _values(layout_map: LayoutMap, opened: Checkpoint, options: ConvertOptions, sources: Sources) -> Mapping[str, int]:
+def _values(layout_map: LayoutMap, opened: Checkpoint, options: ConvertOptions, sources: Sources) -> Numbers[str, int]:
     """The numbers that the map leaves open: given, of a ``config.json``, or what the map itself states."""
     given: dict[str, int] = {}
     for name, text in options.map_value:
@@ -128,22 +163,23 @@ def refuse_ids(checkpoint: Checkpoint, options: ConvertOptions) -> None:
         )
 
 
-def before_mapping(options: ConvertOptions, *, of_target: bool) -> ConvertOptions:
-    """``options`` for reading the checkpoint that a map is applied to.
-
-    ``of_target``: whether what they say of units, names and order is about the target; else it is about the source.
-    """
-    later: dict[str, Any] = {"map": None, "inverse": False, "map_value": (), "key_type": "name", "clean_names": False}
+def with_mapping(decision: Decision) -> Decision:
+    """``decision`` about the model that ``--map`` makes, with how the source is read; unchanged without a map."""
+    options = decision.options
+    if options.map is None:
+        return decision
+    # Units, names and order are those of one of the two models: of the written one if its form needs them.
+    exports_weights = decision.form is not None and decision.form.weights
+    of_target = decision.layout is Layout.FLATTENED or exports_weights
+    later: dict[str, Any] = {"key_type": "name", "clean_names": False, "missing_state": None}
     later |= {"strip_prefix": None, "add_prefix": None, "rename": (), "dtype": None, "optim_dtype": None}
-    later |= {"missing_state": None, "placements": None, "like": None, "mesh": ()}
-    return replace(options, **later, **(_without_knowledge(options) if of_target else {}))
-
-
-def after_mapping(options: ConvertOptions, *, of_target: bool) -> ConvertOptions:
-    """``options`` for the checkpoint that a map has made. ``of_target``: see ``before_mapping``."""
-    used: dict[str, Any] = {"map": None, "inverse": False, "map_value": (), "include": (), "exclude": ()}
-    used |= {"no_weight_decay": (), "clean_names": False}
-    return replace(options, **used, **({} if of_target else _without_knowledge(options)))
+    later |= {"placements": None, "like": None, "mesh": ()}
+    used: dict[str, Any] = {"include": (), "exclude": (), "no_weight_decay": (), "clean_names": False}
+    unknown = _without_knowledge(options)
+    before = replace(options, **later, **(unknown if of_target else {}))
+    after = replace(options, **used, **({} if of_target else unknown))
+    read = Decision(Layout.FULL, Container.TORCH, None, before, directory=False)
+    return replace(decision, options=after, mapping=Mapping(options, read))
 
 
 def _without_knowledge(options: ConvertOptions) -> dict[str, Any]:

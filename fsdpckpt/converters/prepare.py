@@ -5,42 +5,38 @@ Only rank 0 does this, and ``--dry-run`` does nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple
 
 from fsdpckpt import flags
-from fsdpckpt.converters.adapt import adapt_to_form, schedule_of_two_groups, with_numbers
 from fsdpckpt.converters.decide import decide, of_one_section
-from fsdpckpt.converters.huggingface import finish_export
+from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
-from fsdpckpt.converters.sections import transform_sections
-from fsdpckpt.converters.target_spec import TargetSpec
-from fsdpckpt.converters.told_names import with_told_masters
-from fsdpckpt.converters.transform import TransformedCheckpoint, units_request
+from fsdpckpt.converters.steps.draft import Draft, TransformedCheckpoint
+from fsdpckpt.converters.told_masters import with_told_masters
+from fsdpckpt.converters.transform import transform
 from fsdpckpt.errors import FsdpckptError, SourceIncompleteError, TargetUnwritableError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
+from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
 from fsdpckpt.ir.stored_once import stored_bytes
 from fsdpckpt.ir.targets import Target, TargetFile
-from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Items, Locate, require_matches
-from fsdpckpt.readers.side_files import with_copied
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.text import size_text
 from fsdpckpt.transform.selection import choose_section, place_of
-from fsdpckpt.transform.weight_decay import has_one_group
 from fsdpckpt.verify.elements import without_repeats
 
 
@@ -49,7 +45,7 @@ class Prepared:
     """A conversion that is ready to be executed."""
 
     transformed: TransformedCheckpoint
-    spec: TargetSpec
+    spec: Decision
     output: Target
     plan: Plan
     linking: Linking
@@ -63,31 +59,27 @@ class Prepared:
 _MOST_BYTES = 1 << 58  # 256 PiB: casts, and copies for several ranks, leave their total below 2**63
 
 
-_Selected: TypeAlias = "tuple[TransformedCheckpoint, TargetSpec, Mapping[str, Tensor]]"
-"""What is to be written, in which form, and the side files to copy; before the layout."""
-
-
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
     """Read ``source``, transform it, lay out ``target`` and plan the copies. Does not read tensor data."""
     try:
-        transformed, spec, side_files = _select(source, target, options, sources)
+        draft, decision = _select(source, target, options, sources)
     except SourceIncompleteError as error:
         if options.only is None and (readable := _what_can_be_read(source, error, sources)) is not None:
             steps = [error.next_step or error.usual_next_step, readable]
             error.next_step = "; or ".join(f"{step}" for step in steps)
         raise
-    _require_possible_size(transformed, target)
-    files = transformed.checkpoint.files
+    checkpoint = draft.checkpoint
+    _require_possible_size(checkpoint, target)
+    files = checkpoint.files
     linking = choose_linking(options.link, files, target)
     totals_only = options.dry_run and not linking.files  # links are found by comparing the plan of each file
-    output = lay_out(transformed, spec, side_files, linking.files)
+    output = lay_out(draft.transformed, decision, draft.side_files, linking.files)
     output, plan = link_equal_files(output, make_plan(output, totals_only=totals_only), linking, files, sources)
     output.notes += linking.notes(output, files)
-    checkpoint = transformed.checkpoint
     recorded = recorded_checksums(plan, checkpoint, frozenset(link.source for link in output.links))
     checkpoint.checksums = Checksums.joined([checkpoint.checksums, recorded.checksums])
     output.notes += recorded.notes
-    return Prepared(transformed, spec, output, plan, linking)
+    return Prepared(draft.transformed, decision, output, plan, linking)
 
 
 def _what_can_be_read(source: str, error: SourceIncompleteError, sources: Sources) -> str | None:
@@ -103,11 +95,11 @@ def _what_can_be_read(source: str, error: SourceIncompleteError, sources: Source
 _WORDS = {Section.MODEL: "model", Section.OPTIM: "optimizer"}
 
 
-def _require_possible_size(transformed: TransformedCheckpoint, target: str) -> None:
+def _require_possible_size(checkpoint: Checkpoint, target: str) -> None:
     """Raises TargetUnwritableError for tensors of more bytes than can be counted in 64 bits when they are laid out: a
     small file may hold any number of expanded ones.
     """
-    total = sum(tensor.nbytes for tensor in transformed.checkpoint.leaves())
+    total = sum(tensor.nbytes for tensor in checkpoint.leaves())
     if total > _MOST_BYTES:
         raise TargetUnwritableError(
             f"{target} would hold {size_text(total)}, more than any file system",
@@ -117,64 +109,54 @@ def _require_possible_size(transformed: TransformedCheckpoint, target: str) -> N
         )
 
 
-def _select(source: str, target: str, options: ConvertOptions, sources: Sources) -> _Selected:
+def _select(source: str, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
     """Read and transform what ``options`` select. Of a DCP directory, open only the items of the selected tensors.
 
     The metadata shows which tensors these are. If it is not enough (flat parameters, rows that ranks cut differently
     from the metadata, anything that is refused), open all items.
     """
-    # A map compares numbers of several parameters.
-    if options.map is None and (options.only is not None or options.include or options.exclude):
-        by_metadata = _try_to_select(source, target, options, sources, Locate.NOTHING)
-        if by_metadata is not None and not _items_to_open(by_metadata):
-            return by_metadata
-        if by_metadata is not None:
-            by_items = _try_to_select(source, target, options, sources, Locate.only(_items_to_open(by_metadata)))
-            if by_items is not None and not _items_to_open(by_items):
-                return by_items
+    selects = options.only is not None or options.include or options.exclude
+    reads_values = options.map is not None  # a map compares numbers of several parameters
+    locate = Locate.NOTHING if selects and not reads_values else Locate.ALL
+    while not locate.all:
+        try:
+            draft, decision = _read_and_transform(source, target, options, sources, locate)
+        except FsdpckptError:  # the other items may show otherwise, or complete the list of errors
+            break
+        needed = _items_to_open(draft)
+        if not needed:
+            return draft, decision
+        locate = Locate.only(needed) if locate.nothing else Locate.ALL
     return _read_and_transform(source, target, options, sources, Locate.ALL)
 
 
-def _try_to_select(
-    source: str, target: str, options: ConvertOptions, sources: Sources, locate: Locate
-) -> _Selected | None:
-    """None for anything that is refused: the other items may show otherwise, or complete the list of errors."""
-    try:
-        return _read_and_transform(source, target, options, sources, locate)
-    except FsdpckptError:
-        return None
-
-
-def _items_to_open(selected: _Selected) -> Items:
+def _items_to_open(draft: Draft) -> Items:
     """The first items of the tensors that are not located yet; all have to be opened if there is one."""
-    transformed, _, side_files = selected
-    tensors = [*transformed.checkpoint.leaves(), *side_files.values()]
+    tensors = [*draft.checkpoint.leaves(), *draft.side_files.values()]
     return frozenset() if all(map(is_located, tensors)) else frozenset(map(first_item, tensors))
 
 
 def _read_and_transform(
     source: str, target: str, options: ConvertOptions, sources: Sources, locate: Locate
-) -> _Selected:
+) -> tuple[Draft, Decision]:
     """The steps from SRC to what is laid out. With flat parameters everything is located, whatever ``locate`` says."""
-    opened, place = _read(source, options, sources, locate)
-    if not locate.all and is_flattened(opened, sources, units_request(options)):
-        opened, place = _read(source, options, sources, Locate.ALL)
-    require_matches(options.ignore_file, opened)
-    decided = decide(target, options, opened, sources)
-    checkpoint = opened.noted(*decided.notes)
-    # A param group that is split in two needs a schedule for both.
-    splits_param_group = has_one_group(checkpoint) and bool(options.no_weight_decay)
-    if splits_param_group:
-        checkpoint = schedule_of_two_groups(checkpoint)
-    adapted, spec, beside = _adapted(checkpoint, decided, sources, splits_param_group=splits_param_group)
-    transformed = transform_sections(adapted, spec, sources, place=place)
-    written, side_files = _finished(transformed.checkpoint, spec, beside, sources)
-    return replace(transformed, checkpoint=with_copied(written, side_files)), spec, side_files
+    located = _read(source, options, sources, locate)
+    needs_all = not locate.all and is_flattened(located.checkpoint, sources, units_request(options))
+    opened = _read(source, options, sources, Locate.ALL) if needs_all else located
+    require_matches(options.ignore_file, opened.checkpoint)
+    decision = decide(target, options, opened.checkpoint, sources)
+    return transform(opened.checkpoint, decision, sources, place=opened.place), decision
 
 
-def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate) -> tuple[Checkpoint, str]:
+class _Opened(NamedTuple):
     """What is selected of SRC, and the keys of the section that it is, if it is one of several."""
-    opened = open_checkpoint(
+
+    checkpoint: Checkpoint
+    place: str
+
+
+def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate) -> _Opened:
+    whole = open_checkpoint(
         source,
         sources=sources,
         locate=locate,
@@ -182,41 +164,10 @@ def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate
         units=load_units(options.units, sources) if options.units is not None else None,
         ignore_file=options.ignore_file,
     )
-    distinct = without_repeats(opened, sources)
+    distinct = without_repeats(whole, sources)
     chosen = choose_section(distinct, options.only)
-    return with_told_masters(chosen, of_one_section(options), sources), place_of(distinct, options.only)
-
-
-def _adapted(
-    checkpoint: Checkpoint, decided: TargetSpec, sources: Sources, *, splits_param_group: bool
-) -> tuple[Checkpoint, TargetSpec, Mapping[str, Tensor]]:
-    """``checkpoint`` in the form of the target's framework, the form with the places that it needs, and side files."""
-    if decided.flavor is None or decided.form is None:
-        return checkpoint, decided, {}
-    adapted, form, side_files = adapt_to_form(
-        checkpoint,
-        decided.flavor,
-        decided.form,
-        world_size=decided.world_size,
-        sources=sources,
-        only=section_of(decided.options.only),
-        splits_param_group=splits_param_group,
-        directory=decided.directory,
-    )
-    return adapted, replace(decided, form=form), side_files
-
-
-def _finished(
-    checkpoint: Checkpoint, spec: TargetSpec, beside: Mapping[str, Tensor], sources: Sources
-) -> tuple[Checkpoint, Mapping[str, Tensor]]:
-    """What the framework does with names after all else: numbers for several sections, an export's own keys and files.
-
-    ``beside``: the side files.
-    """
-    if spec.flavor is None or spec.form is None:
-        return checkpoint, beside
-    numbered = with_numbers(checkpoint, spec.flavor, spec.form)
-    return finish_export(numbered, beside, spec.options, sources) if spec.form.weights else (numbered, beside)
+    checkpoint = with_told_masters(chosen, of_one_section(options), sources)
+    return _Opened(checkpoint, place_of(distinct, options.only))
 
 
 def make_report(
@@ -278,7 +229,7 @@ def make_report(
     )
 
 
-def _loads(spec: TargetSpec, checkpoint: Checkpoint, target: str) -> str:
+def _loads(spec: Decision, checkpoint: Checkpoint, target: str) -> str:
     """How a user of the target's framework loads it; "" for a plain target, and for a model without its optimizer."""
     whole = checkpoint.has(Section.MODEL) and not checkpoint.lacking
     resumes = whole and spec.form is not None and (spec.form.optim is None or checkpoint.has(Section.OPTIM))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdpckpt.converters.target_spec import TargetSpec
-from fsdpckpt.converters.transform import TransformedCheckpoint
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.account import Fate
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
@@ -142,7 +142,7 @@ def replaced_files(replaces: Contents) -> tuple[PlannedFile, ...]:
 def encode_manifest(
     target: Target,
     transformed: TransformedCheckpoint,
-    spec: TargetSpec,
+    spec: Decision,
     *,
     link: LinkMode,
     crcs: Mapping[str, int],

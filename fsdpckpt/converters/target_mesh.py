@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.mesh_options import EXAMPLE_MESH, parse_meshes, parse_placements
-from fsdpckpt.converters.target_spec import TargetSpec
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -168,7 +168,7 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
     return replace(options, strategy=Strategy.HYBRID_SHARD, shard_size=sizes[1])
 
 
-def on_mesh(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, mesh: TargetMesh | None) -> TargetSpec:
+def on_mesh(spec: Decision, source: Checkpoint, meshes: SourceMeshes, mesh: TargetMesh | None) -> Decision:
     """``spec`` on ``mesh``; without ``mesh``, on the source's ``meshes`` resized to the ranks of ``spec``.
 
     ShardedTensors, and frameworks that make their own mesh, get one dimension unless another mesh is requested. Raises
@@ -200,7 +200,7 @@ def on_mesh(spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, mesh: Ta
 
 
 def _of_framework(
-    spec: TargetSpec, source: Checkpoint, meshes: SourceMeshes, form: MeshForm, world_size: int
+    spec: Decision, source: Checkpoint, meshes: SourceMeshes, form: MeshForm, world_size: int
 ) -> TargetMesh | None:
     """The framework's own mesh: with replicas if the source has them, else one dimension; the note says so if the
     source has more.
@@ -254,7 +254,7 @@ def _reason_without_mesh(source: Checkpoint, meshes: Collection[MeshShape]) -> s
     return "; ".join(causes)
 
 
-def _on_one_dimension(spec: TargetSpec, source: Checkpoint, why: str, world_size: int) -> TargetMesh:
+def _on_one_dimension(spec: Decision, source: Checkpoint, why: str, world_size: int) -> TargetMesh:
     """One dimension for DCP, which loads on any mesh. Raises NeedsInformationError for rank files."""
     if spec.container is not Container.DCP:
         raise NeedsInformationError(

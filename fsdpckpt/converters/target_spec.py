@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 
 from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
@@ -20,7 +21,6 @@ from fsdpckpt.option_fields import Scope, given, refuse_unused
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN, Flavor, Form
 from fsdpckpt.storage.target_checks import is_empty_directory
-from fsdpckpt.transform.placements import TargetMesh
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -28,34 +28,7 @@ DCP_SUFFIX = ".dcp"  # a directory: the suffix is allowed and has no effect
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*")
 
 
-@dataclass(frozen=True, slots=True)
-class TargetSpec:
-    """What is written. ``world_size``: ranks of the target; None for one file, and for DCP that keeps the source's
-    chunks.
-
-    ``options``: of the conversion, with what the source, the mesh and the form decide. ``directory``: whether DST is a
-    directory. ``flavor``, ``form``: the producer whose form it has; None is plain.
-    ``notes``: why it is plain although the source is not. ``mesh``: the device mesh of a sharded target; None for one
-    dimension that cuts rows.
-    """
-
-    layout: Layout
-    container: Container
-    world_size: int | None
-    options: ConvertOptions
-    directory: bool
-    flavor: Flavor | None = None
-    form: Form | None = None
-    notes: tuple[Note, ...] = ()
-    mesh: TargetMesh | None = None
-
-    @property
-    def flavor_name(self) -> str:
-        """The name of the flavor that is written."""
-        return self.flavor.name if self.flavor is not None else PLAIN
-
-
-def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
+def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -> Decision:
     """The spec for one conversion of ``source``. Without ``--flavor`` the source's own form, if it has one that can be
     written.
 
@@ -96,7 +69,7 @@ def refuse_unknown_suffix(target: str) -> None:
     )
 
 
-def require_file_name(target: str, spec: TargetSpec) -> None:
+def require_file_name(target: str, spec: Decision) -> None:
     """Raises UsageError if one file is written and DST is a directory or ends with a slash."""
     if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
         name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
@@ -110,7 +83,7 @@ def require_file_name(target: str, spec: TargetSpec) -> None:
 _WITHOUT_SHARDS = "-ddp"  # the end of the name of a flavor whose jobs do not shard
 
 
-def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
+def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> Decision:
     source_layout = source.layout
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
@@ -151,7 +124,7 @@ def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> Tar
             f"{flags.max_shard_size} splits the files of a directory, and DST is one file ({suffix})",
             next_step=f"drop {flags.max_shard_size}, or give DST a name without a suffix",
         )
-    return TargetSpec(layout, container, world_size, options, directory=not one_file)
+    return Decision(layout, container, world_size, options, directory=not one_file)
 
 
 def _has_rank_files(source: Checkpoint) -> bool:
@@ -160,12 +133,12 @@ def _has_rank_files(source: Checkpoint) -> bool:
     )
 
 
-def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> TargetSpec:
+def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> Decision:
     world_size = ranks_of(flavor, form, options, source)
     if is_per_rank(form.layout, form.container):
         _require_ranks(world_size)
     refuse_target_options(options, layout=form.layout, container=form.container, source_layout=source.layout)
-    return TargetSpec(form.layout, form.container, world_size, options, form.directory, flavor, form)
+    return Decision(form.layout, form.container, world_size, options, form.directory, flavor, form)
 
 
 def _require_ranks(world_size: int | None) -> None:
@@ -235,7 +208,7 @@ def refuse_target_options(
             refuse_unused(options, scope, f"the target is {layout}, {container}", f"add {remedy}")
 
 
-def refuse_section_options(spec: TargetSpec, opened: Checkpoint) -> None:
+def refuse_section_options(spec: Decision, opened: Checkpoint) -> None:
     """Raises UsageError for an option about a section that does not exist, is not selected, or is not written."""
     if spec.options.map is None:
         refuse_unused(spec.options, Scope.MAP, "there is no map", f"add {flags.map_('FILE')}")

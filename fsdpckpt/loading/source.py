@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from fsdpckpt import flags
-from fsdpckpt.converters.sections import transform_sections
-from fsdpckpt.converters.target_spec import TargetSpec
-from fsdpckpt.converters.transform import units_request
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.transform import transform_to_load
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, StateDictMismatchError
 from fsdpckpt.execute.read_check import ReadCheck
+from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
@@ -68,8 +68,8 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
         )
     try:
         # as for a conversion to whole tensors, up to the layout
-        spec = TargetSpec(Layout.FULL, Container.DCP, None, options, directory=True)
-        return transform_sections(without_repeats(checkpoint, sources), spec, sources).checkpoint
+        spec = Decision(Layout.FULL, Container.DCP, None, options, directory=True)
+        return transform_to_load(without_repeats(checkpoint, sources), spec, sources).checkpoint
     except NeedsInformationError as error:
         if options.key_type == "name":
             error.alternative = f"{flags.key_type('id')} for an optimizer.state_dict() that is keyed by id itself"

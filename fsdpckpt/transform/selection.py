@@ -164,37 +164,40 @@ def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
 class NoKeyMatchesError(UsageError):
     """An option that selects or renames keys applies to none of one section; another section may have one.
 
-    ``given``: the glob or the prefix; None if what ``--include`` and ``--exclude`` leave is empty.
+    ``given``: the glob or the prefix; None if what ``--include`` and ``--exclude`` leave is empty. ``of_selected``:
+    whether it applies to the keys that are selected, and so to none of a section of which none is.
     """
 
     given: str | None = None
+    of_selected: bool = False
 
 
-def select_keys(
+def find_unmatched_globs(
+    names_of_each: Mapping[str, Sequence[str]], include: Iterable[str], exclude: Iterable[str], source: str
+) -> list[NoKeyMatchesError]:
+    """An error for each glob that matches no name of any parameter. ``names_of_each``: as for ``keep_keys``."""
+    names = list(names_of_each.values())
+    return [
+        *find_unmatched(flags.include, include, names, source),
+        *find_unmatched(flags.exclude, exclude, names, source),
+    ]
+
+
+def keep_keys(
     checkpoint: Checkpoint,
+    names_of_each: Mapping[str, Sequence[str]],
     *,
     include: Sequence[str],
     exclude: Sequence[str],
-    aliases: Mapping[str, Sequence[str]] | None = None,
 ) -> Checkpoint:
     """Keep the parameters that match a glob of ``include`` (all if empty) and none of ``exclude``.
 
-    Selects in the model and in the optimizer, which is keyed by name. ``aliases``: other names of a parameter, which
-    globs may match too. Raises UsageError for a glob that matches nothing.
+    Selects in the model and in the optimizer, which is keyed by name. ``names_of_each``: for each parameter all names
+    that globs may match. Raises NoKeyMatchesError if none is left.
     """
-    if not include and not exclude:
-        return checkpoint
-    names_of_each = {name: (name, *(aliases or {}).get(name, ())) for name in parameter_names(checkpoint)}
-    require_globs(flags.include, include, list(names_of_each.values()), checkpoint.source)
-    require_globs(flags.exclude, exclude, list(names_of_each.values()), checkpoint.source)
-
     kept = {name: name for name, names in names_of_each.items() if is_selected(names, include=include, exclude=exclude)}
     if not kept:
-        raise NoKeyMatchesError(
-            f"{flags.include} and {flags.exclude} leave none of the {plural(len(names_of_each), 'key')} of "
-            f"{checkpoint.source}",
-            next_step=_list_keys(checkpoint.source),
-        )
+        raise none_left(checkpoint.source, len(names_of_each))
     dropped = [name for name in names_of_each if name not in kept]
     if not dropped:
         return checkpoint
@@ -202,6 +205,14 @@ def select_keys(
     message = f"{flags.include}/{flags.exclude}: {count} left out: {some_of(dropped, KEYS_IN_MESSAGE)}"
     note = Note("dropped", message, keys=tuple(dropped))
     return _with_names(checkpoint, kept, note)
+
+
+def none_left(source: str, keys: int) -> NoKeyMatchesError:
+    """The error for options that leave none of the ``keys`` of ``source``."""
+    return NoKeyMatchesError(
+        f"{flags.include} and {flags.exclude} leave none of the {plural(keys, 'key')} of {source}",
+        next_step=_list_keys(source),
+    )
 
 
 def is_selected(names: Sequence[str], *, include: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -213,36 +224,52 @@ def is_selected(names: Sequence[str], *, include: Sequence[str], exclude: Sequen
     return (not include or is_one_of(include)) and not is_one_of(exclude)
 
 
-def rename(
+def rename_keys(
     checkpoint: Checkpoint, *, strip_prefix: str | None, add_prefix: str | None, pairs: Sequence[tuple[str, str]]
-) -> Checkpoint:
+) -> tuple[Checkpoint, list[NoKeyMatchesError]]:
     """Rename parameters: strip a prefix, then apply OLD=NEW pairs (a whole key, or a dotted prefix), then add a prefix.
 
-    Raises UsageError for a rule that applies to nothing, or if two keys would get the same name.
+    Also returns an error for each rule that applies to nothing. Raises UsageError if two keys would get the same name.
     """
     if strip_prefix is None and add_prefix is None and not pairs:
-        return checkpoint
-    names = {name: name for name in parameter_names(checkpoint)}
+        return checkpoint, []
+    rules: list[tuple[Wording, str, Callable[[str], str | None]]] = []
     if strip_prefix is not None:
-        _apply(
-            names, flags.strip_prefix(strip_prefix), strip_prefix, partial(_stripped, prefix=strip_prefix), checkpoint
-        )
+        rules.append((flags.strip_prefix(strip_prefix), strip_prefix, partial(_stripped, prefix=strip_prefix)))
     for old, new in pairs:
-        _apply(names, flags.rename(f"{old}={new}"), old, partial(_renamed, old=old, new=new), checkpoint)
+        rules.append((flags.rename(f"{old}={new}"), old, partial(_renamed, old=old, new=new)))
+    names = {name: name for name in parameter_names(checkpoint)}
+    unmatched: list[NoKeyMatchesError] = []
+    for option, old, change in rules:
+        changed = {source: result for source, name in names.items() if (result := change(name)) is not None}
+        if not changed:
+            present = list(names.values())
+            error = unmatched_error(f"{option} applies to", old, checkpoint.source, present, glob=False)
+            error.of_selected = True
+            unmatched.append(error)
+        names.update(changed)
     if add_prefix is not None:
         names = {source: _prefixed(name, add_prefix) for source, name in names.items()}
     _refuse_collisions(names)
-    changed = [f"{source} -> {name}" for source, name in names.items() if source != name]
-    examples = f": {some_of(changed, KEYS_IN_MESSAGE)}" if changed else ""
-    note = Note("renamed", f"{len(changed):,} of {plural(len(names), 'key')} renamed{examples}", keys=tuple(changed))
-    return _with_names(checkpoint, names, note)
+    listed = [f"{source} -> {name}" for source, name in names.items() if source != name]
+    examples = f": {some_of(listed, KEYS_IN_MESSAGE)}" if listed else ""
+    note = Note("renamed", f"{len(listed):,} of {plural(len(names), 'key')} renamed{examples}", keys=tuple(listed))
+    return _with_names(checkpoint, names, note), unmatched
 
 
 def require_globs(option: Flag, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str) -> None:
     """Raises UsageError for a glob of ``option`` that matches no name of any key of ``source``."""
+    for error in find_unmatched(option, globs, names_of_each, source):
+        raise error
+
+
+def find_unmatched(
+    option: Flag, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str
+) -> Iterator[NoKeyMatchesError]:
+    """An error for each glob of ``option`` that matches no name of any key of ``source``."""
     for glob in globs:
         if not any(matches(name, glob) for names in names_of_each for name in names):
-            raise unmatched_error(f"{option(glob)} matches", glob, source, [names[0] for names in names_of_each])
+            yield unmatched_error(f"{option(glob)} matches", glob, source, [names[0] for names in names_of_each])
 
 
 def unmatched_error(
@@ -316,19 +343,6 @@ def _renamed(name: str, old: str, new: str) -> str | None:
         rest = name[len(dotted) :]
         return f"{new.rstrip('.')}.{rest}" if new else rest
     return None
-
-
-def _apply(
-    names: dict[str, str], option: Wording, old: str, change: Callable[[str], str | None], checkpoint: Checkpoint
-) -> None:
-    """Change ``names`` (old to new) in place. ``change``: returns the new name, None if it does not apply.
-
-    Raises UsageError if it applies to none.
-    """
-    changed = {source: result for source, name in names.items() if (result := change(name)) is not None}
-    if not changed:
-        raise unmatched_error(f"{option} applies to", old, checkpoint.source, list(names.values()), glob=False)
-    names.update(changed)
 
 
 def _refuse_collisions(names: Mapping[str, str]) -> None:

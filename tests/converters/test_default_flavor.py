@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdpckpt.converters.target_spec import TargetSpec, make_target_spec
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.target_spec import make_target_spec
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
 from fsdpckpt.ir.optimizer import Optimizer
@@ -27,11 +28,11 @@ def source(flavor: str, layout: Layout, container: Container, *, optim: bool = T
     return with_origin(held, flavor=flavor, flattened_keys=flavor in FLATTENED_KEYS)
 
 
-def spec(held: Checkpoint, target: str = "out", **options: object) -> TargetSpec:
+def spec(held: Checkpoint, target: str = "out", **options: object) -> Decision:
     return make_target_spec(target, ConvertOptions(**options), held)  # type: ignore[arg-type]
 
 
-def described(found: TargetSpec) -> tuple[str, Layout, Container, int | None]:
+def described(found: Decision) -> tuple[str, Layout, Container, int | None]:
     return found.flavor.name if found.flavor is not None else "plain", found.layout, found.container, found.world_size
 
 

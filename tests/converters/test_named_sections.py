@@ -130,6 +130,17 @@ def test_an_option_that_applies_to_one_of_several_models_leaves_the_others_as_th
     assert caught.value.next_step == "--only model:generator_ema takes that section alone"
 
 
+def test_a_typing_error_is_refused_also_where_another_option_leaves_sections_out(tmp_path: Path) -> None:
+    source, _ = models(tmp_path, "torch")
+    one: dict[str, Any] = {"include": ["generator_ema.*"]}  # nothing is left of the other sections
+    fsdpckpt.convert(source, tmp_path / "one.pt", **one)
+    for typed in ({"exclude": ["*.wieght"]}, {"rename": {"nowhere": "x"}}, {"strip_prefix": "modul."}):
+        with pytest.raises(UsageError, match=r"(matches|applies to) no key"):
+            fsdpckpt.convert(source, tmp_path / "no.pt", **one, **typed)
+    with pytest.raises(UsageError, match="leave none of the"):
+        fsdpckpt.convert(source, tmp_path / "no.pt", exclude=["*"])
+
+
 def test_an_average_beside_the_model_is_another_model(tmp_path: Path) -> None:
     torch.manual_seed(2)
     net, average = nn.Linear(4, 3), nn.Linear(4, 3)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target_spec import make_target_spec
-from fsdpckpt.converters.transform import TransformedCheckpoint, transform, units_request
+from fsdpckpt.converters.transform import transform
 from fsdpckpt.errors import (
     NeedsInformationError,
     SourceCorruptError,
@@ -19,6 +20,7 @@ from fsdpckpt.errors import (
     UsageError,
 )
 from fsdpckpt.flat.units import Settings, build_units
+from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, Problem, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
@@ -47,13 +49,13 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2, 3), *, without: Sequence[ParamKey]
     return checkpoint(1, model=sharded_model(PARAMS), optim=optim, layout=Layout.FULL)
 
 
-def transformed(held: Checkpoint, dst: str = "out.pt", **options: object) -> TransformedCheckpoint:
+def transformed(held: Checkpoint, dst: str = "out.pt", **options: object) -> Draft:
     chosen = ConvertOptions(**options)  # type: ignore[arg-type]
     with Sources() as sources:
         return transform(held, make_target_spec(dst, chosen, held), sources)
 
 
-def keys(found: TransformedCheckpoint) -> list[ParamKey]:
+def keys(found: Draft) -> list[ParamKey]:
     assert found.checkpoint.optim is not None
     return list(found.checkpoint.optim.state)
 
@@ -176,7 +178,7 @@ def test_a_cast_gives_every_name_a_tensor_of_its_own() -> None:
 # Flattened targets.
 
 
-def flattened(held: Checkpoint, **options: object) -> TransformedCheckpoint:
+def flattened(held: Checkpoint, **options: object) -> Draft:
     return transformed(held, "out", to=Layout.FLATTENED, world_size=2, **options)
 
 

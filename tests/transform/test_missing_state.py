@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdpckpt
-from fsdpckpt.converters.transform import fill_missing
+from fsdpckpt.converters.steps.fill import fill_missing
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.ir.checkpoint import Checkpoint

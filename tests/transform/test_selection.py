@@ -14,9 +14,34 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.transform.selection import choose_section, rename, select_keys, select_section, with_own_tensors
+from fsdpckpt.transform.selection import (
+    choose_section,
+    find_unmatched_globs,
+    keep_keys,
+    parameter_names,
+    rename_keys,
+    select_section,
+    with_own_tensors,
+)
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded, note_undetermined
 from tests.ir.checkpoints import with_origin
+
+
+def select_keys(held: Checkpoint, *, include: list[str], exclude: list[str]) -> Checkpoint:
+    """``--include`` and ``--exclude`` for a checkpoint that is the only one: a glob that matches nothing is refused."""
+    names_of_each = {name: (name,) for name in parameter_names(held)}
+    for error in find_unmatched_globs(names_of_each, include, exclude, held.source):
+        raise error
+    return keep_keys(held, names_of_each, include=include, exclude=exclude)
+
+
+def rename(
+    held: Checkpoint, *, strip_prefix: str | None, add_prefix: str | None, pairs: list[tuple[str, str]]
+) -> Checkpoint:
+    renamed, unmatched = rename_keys(held, strip_prefix=strip_prefix, add_prefix=add_prefix, pairs=pairs)
+    for error in unmatched:
+        raise error
+    return renamed
 
 
 def _tensor(*shape: int, sharded: bool | None = None, offset: int = 0) -> Tensor:

@@ -32,6 +32,10 @@ class NameChanges:
     new_name: Callable[[str], str]
     old_names: tuple[str, ...] = ()
 
+    def selection(self) -> NameChanges:
+        """The same selection, with names that stay as they are."""
+        return replace(self, new_name=_same)
+
     def new_path(self, path: str) -> str:
         """The path of the module at ``path``; the root stays the root, whatever prefix its parameters get."""
         if not path:
@@ -78,6 +82,10 @@ class NameChanges:
         if same_names and all(old == new for old, new in (*names.items(), *paths.items())):
             return units
         return replace(_with_names(units, names, paths), shared=tuple(shared))
+
+
+def _same(name: str) -> str:
+    return name
 
 
 def _with_names(units: Units, names: _NewNames, paths: _NewNames) -> Units:

@@ -6,8 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.buffers import known_buffers, undecided_copies
+from fsdpckpt.ir.buffers import known_buffers, trained_keys, undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem
 from fsdpckpt.ir.copies import CopiesJudge, differing_copies, unsummed_copies
 from fsdpckpt.ir.invariants import fatal
@@ -19,14 +21,23 @@ from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.elements import check_replicas, replica_sets
 
 
-def with_equal_copies(
+def take_equal_copies(draft: Draft, decision: Decision) -> Draft:
+    """Take the lowest rank's copy of what every rank has; a note lists the buffers that differ between ranks.
+
+    Raises SourceCorruptError if ranks differ where they must agree, NeedsInformationError if nothing says whether they
+    must.
+    """
+    buffers = decision.options.buffers
+    checkpoint, needed = _with_equal_copies(draft.checkpoint, trained_keys(draft.opened), buffers, draft.sources)
+    return replace(draft, checkpoint=checkpoint, buffers_needed=needed)
+
+
+def _with_equal_copies(
     checkpoint: Checkpoint, trained: Collection[str], buffers: Sequence[str], sources: Sources
 ) -> tuple[Checkpoint, bool]:
     """``checkpoint``, with a note on the buffers that differ between ranks: the lowest rank's copy is taken.
 
     ``trained``: see ``CopiesJudge``; ``buffers``: the globs of ``--buffers``. Also returns whether these were needed.
-    Raises SourceCorruptError if ranks differ where they must agree, NeedsInformationError if nothing says whether they
-    must.
     """
     judge = CopiesJudge(checkpoint, buffers, trained)
     problems = [*differing_copies(checkpoint, judge), *_differing_bytes(checkpoint, judge, sources)]

@@ -1,0 +1,86 @@
+"""A checkpoint on its way from what was read to what is written, with what the steps have found out about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.knowledge import Knowledge
+from fsdpckpt.flat.units.changes import NameChanges
+from fsdpckpt.flat.units.request import ResolvedUnits
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.names import SourceNames
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Units
+from fsdpckpt.maps import AppliedMap
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.selection import NoKeyMatchesError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What a step gets and returns. Every step returns a new one."""
+
+    checkpoint: Checkpoint  # as the steps up to here have made it
+    opened: Checkpoint  # as it was before them: what ``--only`` leaves out still says what names and parameters are
+    knowledge: Knowledge
+    place: str = ""  # the keys of a named section: ``inspect`` shows them before its names, and globs may have them
+    side_files: Mapping[str, Tensor] = field(default_factory=dict)  # to copy beside the checkpoint, by target name
+    source_units: ResolvedUnits | None = None  # of a flattened source: what its slices were named by
+    id_units: Units | None = None  # those that map ids to parameters: the source's, or those of ``--units``
+    source_names: SourceNames = field(default_factory=SourceNames)  # before the prefixes of wrappers were removed
+    buffers_needed: bool = False  # whether ``--buffers`` had to say which tensors may differ between ranks
+    changes: NameChanges | None = None  # what is selected, and the new names; known once keys are selected
+    renamed: bool = False  # whether the names are those that will be written
+    units: Units | None = None  # of a flattened target
+    key_type: KeyType | None = None  # the keys that a flattened target gets; until it is written it has names
+    applied_map: AppliedMap | None = None  # what ``--map`` did
+    keys_before_map: KeyType | None = None  # how the source keyed the optimizer that a map has keyed by name
+    model_for_ids: bool = False  # whether the model is only there to say what the ids of this optimizer are
+    one_of_several: bool = False  # whether options that select or rename keys may be meant for other sections alone
+    unmatched: tuple[NoKeyMatchesError, ...] = ()  # the options that apply to nothing of this one of several sections
+    left_out: bool = False  # whether options leave nothing of this one of several sections: no further step is taken
+
+    @property
+    def sources(self) -> Sources:
+        return self.knowledge.sources
+
+    @property
+    def source_keys(self) -> KeyType | None:
+        """How the source keyed the optimizer, if it is selected."""
+        if self.applied_map is not None:
+            return self.keys_before_map
+        selected = self.checkpoint.optim is not None and self.opened.optim is not None
+        return self.opened.optim.key_type if self.opened.optim is not None and selected else None
+
+    def with_checkpoint(self, checkpoint: Checkpoint) -> Draft:
+        return self if checkpoint is self.checkpoint else replace(self, checkpoint=checkpoint)
+
+    def with_unmatched(self, errors: Sequence[NoKeyMatchesError]) -> Draft:
+        """Raises the first of ``errors``; of several sections another one may have what this one lacks."""
+        if errors and not self.one_of_several:
+            raise errors[0]
+        return replace(self, unmatched=(*self.unmatched, *errors)) if errors else self
+
+    @property
+    def transformed(self) -> TransformedCheckpoint:
+        return TransformedCheckpoint(self.checkpoint, self.units, self.key_type, self.applied_map)
+
+
+Step: TypeAlias = Callable[[Draft, Decision], Draft]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformedCheckpoint:
+    """The checkpoint to write, with whole tensors.
+
+    ``units``: those of a flattened target. Its optimizer is keyed by name; the writer rekeys it to ``key_type``.
+    ``applied_map``: what ``--map`` did, None without it.
+    """
+
+    checkpoint: Checkpoint
+    units: Units | None = None
+    key_type: KeyType | None = None
+    applied_map: AppliedMap | None = None

@@ -1,0 +1,118 @@
+"""Keys of the optimizer: by name where a later step needs names, and at the end as asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.ir import IdRule, Layout
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.units import Units
+from fsdpckpt.option_fields import Scope, given
+from fsdpckpt.producers.table import id_rule_of
+from fsdpckpt.transform.parameter_order import from_param_names
+from fsdpckpt.transform.rekey import recounted
+
+
+def note_unused(draft: Draft, decision: Decision) -> Draft:
+    """Note options that supply what the checkpoint states itself."""
+    if draft.source_units is not None or draft.buffers_needed:
+        return draft
+    options, checkpoint = decision.options, draft.checkpoint
+    unused = given(options, Scope.KNOWLEDGE)
+    if decision.form is not None and decision.form.weights:  # the reference is the model's directory
+        unused = tuple(option for option in unused if option != flags.reference)
+    # Named sections use them on their own.
+    if not unused or options.missing_state is not None or checkpoint.named:
+        return draft
+    if _is_rekeyed(draft, decision) or _is_undecided(checkpoint, decision):
+        return draft
+    why = f"{checkpoint.source} itself says all that this conversion needs"
+    message = f"{' and '.join(f'{option}' for option in unused)} had no effect: {why}"
+    return draft.with_checkpoint(checkpoint.noted(Note("unused", message)))
+
+
+def _is_rekeyed(draft: Draft, decision: Decision) -> bool:
+    """Whether the optimizer has other keys than its own at the end or on the way."""
+    optim = draft.checkpoint.optim
+    on_the_way = ["name"] if _needs_names(draft, decision) else []
+    wanted = {decision.options.key_type or draft.source_keys, *on_the_way}
+    return optim is not None and wanted != {optim.key_type}
+
+
+def _is_undecided(checkpoint: Checkpoint, decision: Decision) -> bool:
+    """Whether something has to say which tensors of a sharded target are cut."""
+    if checkpoint.model is None or decision.layout is not Layout.SHARDED:
+        return False
+    leaves = checkpoint.model.params.values()
+    return any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
+
+
+def name_optimizer(draft: Draft, decision: Decision) -> Draft:
+    """Key the optimizer by name if anything that follows goes by names; else, early, as asked for."""
+    by_name = decision.layout is Layout.FLATTENED or _needs_names(draft, decision)
+    return _keyed(draft, decision, "name" if by_name else decision.options.key_type)
+
+
+def key_optimizer(draft: Draft, decision: Decision) -> Draft:
+    """Key the optimizer as it is written: as asked for, else as the source does."""
+    keyed = _keyed(draft, decision, decision.options.key_type or draft.source_keys)
+    _require_common_ids(keyed.checkpoint, keyed.id_units, decision.layout)
+    return keyed
+
+
+def _needs_names(draft: Draft, decision: Decision) -> bool:
+    """Whether the optimizer has to be keyed by name on the way, whatever its keys are in the end."""
+    options = decision.options
+    if options.include or options.exclude or options.missing_state or options.placements or options.like:
+        return True
+    # Only names say which ids the target gives the parameters that the source has ids of. Places in the model get
+    # the order of the optimizer from whoever knows it.
+    request, optim = draft.knowledge.request, draft.opened.optim
+    listed = optim is not None and from_param_names(optim) is not None
+    knows_order = listed or any(each is not None for each in (request.file, request.reference, request.parameters))
+    source, target = _id_rules(draft, decision)
+    counts_otherwise = target is not source and (target is IdRule.MODEL or knows_order)
+    return draft.source_keys == "id" and options.key_type != "name" and counts_otherwise
+
+
+def _keyed(draft: Draft, decision: Decision, key_type: KeyType | None) -> Draft:
+    """Rekey the optimizer to ``key_type``; None keeps the keys. Ids are counted as the target counts them."""
+    checkpoint, source_model = draft.checkpoint, draft.opened.model
+    optim = checkpoint.optim
+    source, target = _id_rules(draft, decision)
+    if optim is None or key_type is None or optim.key_type in (None, key_type):
+        group_by_group = source is IdRule.MODEL and target is IdRule.GROUPS
+        return draft.with_checkpoint(recounted(checkpoint) if group_by_group else checkpoint)
+    if checkpoint.model is not None or source_model is None:
+        return draft.with_checkpoint(draft.knowledge.keyed(checkpoint, key_type, draft.id_units, target))
+    # The model is left out, and still says which parameter each id is.
+    with_model = replace(checkpoint, model=source_model)
+    keyed = draft.knowledge.keyed(with_model, key_type, draft.id_units, target)
+    return draft.with_checkpoint(replace(keyed, model=None))
+
+
+def _id_rules(draft: Draft, decision: Decision) -> tuple[IdRule, IdRule]:
+    """How the source and the target count ids."""
+    return id_rule_of(draft.opened), decision.form.id_rule if decision.form is not None else IdRule.GROUPS
+
+
+def _require_common_ids(checkpoint: Checkpoint, units: Units | None, layout: Layout) -> None:
+    """Raises NeedsInformationError if the target has ids and its ranks number parameters differently.
+
+    A full checkpoint has rank 0's ids, as ``FSDP.rekey_optim_state_dict`` gives them there.
+    """
+    optim = checkpoint.optim
+    known = (optim.orders if optim is not None else ()) or (units.orders if units is not None else ())
+    differing = [order for order in known if layout is Layout.SHARDED or 0 in order.ranks]
+    if optim is not None and optim.key_type == "id" and differing:
+        raise NeedsInformationError(
+            f"the optimizers of the ranks of {checkpoint.source} list their parameters in different orders, so an id "
+            "would be another parameter on each rank that loads the target",
+            why="one optimizer state for all ranks can only be keyed by what all ranks agree on",
+            next_step=f"{flags.key_type('name')}",
+        )

@@ -1,0 +1,71 @@
+"""What is known of names, order and units beside the checkpoint: what options say, and the files that they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from fsdpckpt import flags
+from fsdpckpt.errors import FsdpckptError, of_option
+from fsdpckpt.flat.units.request import UnitsRequest, load_units
+from fsdpckpt.ir import IdRule
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.sections import with_each_optimizer
+from fsdpckpt.ir.units import Units
+from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.protocol import Locate
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.rekey import apply_key_type
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What ``request`` says. Each file that it names is read once, when first asked for, and all sections share it."""
+
+    request: UnitsRequest
+    sources: Sources
+
+    @cached_property
+    def reference(self) -> Checkpoint | None:
+        """The checkpoint of ``--reference``: its names, shapes and groups; no tensor of it is located."""
+        path = self.request.reference
+        if path is None:
+            return None
+        with of_option(flags.reference):
+            return open_checkpoint(path, sources=self.sources, locate=Locate.NOTHING)
+
+    @cached_property
+    def units(self) -> Units | None:
+        """The units in the file of ``--units``."""
+        return load_units(self.request.file, self.sources) if self.request.file is not None else None
+
+    def keyed(
+        self, checkpoint: Checkpoint, key_type: KeyType, units: Units | None, rule: IdRule = IdRule.GROUPS
+    ) -> Checkpoint:
+        """``checkpoint`` with its optimizer keyed by ``key_type``. ``units``: those that map its ids to parameters;
+        ``rule``: how new ids count. Raises what ``apply_key_type`` raises.
+        """
+        return apply_key_type(
+            checkpoint,
+            key_type,
+            units=units,
+            reference=self.reference,
+            parameters=self.request.parameters,
+            parameter_groups=self.request.parameter_groups,
+            buffers=self.request.buffers,
+            rule=rule,
+        )
+
+    def named(self, checkpoint: Checkpoint) -> Checkpoint:
+        """``checkpoint`` with each of its optimizers keyed by name. Raises what ``apply_key_type`` raises."""
+        return with_each_optimizer(checkpoint, partial(self.keyed, key_type="name", units=self.units))
+
+    def named_if_proved(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """What ``named`` returns; None if nothing proves which parameter each id is, or what is known contradicts it.
+
+        For what only gains by names. A step that needs them asks ``named``, which says what is missing.
+        """
+        try:
+            return self.named(checkpoint)
+        except FsdpckptError:
+            return None

@@ -1,0 +1,73 @@
+"""Names: without the prefixes of wrappers on the way, and as ``--rename`` and the prefix options ask at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.ir import Layout
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.names import leading_wrapper, normalise
+from fsdpckpt.ir.table import Table
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.transform.selection import NoKeyMatchesError, rename_keys
+
+
+def remove_prefixes(draft: Draft, _: Decision) -> Draft:
+    """Remove the prefixes of wrappers: sections, files of units and options are matched by the names without them."""
+    opened = list(draft.opened.model.params) if draft.opened.model is not None else ()
+    leading = leading_wrapper(opened) if draft.source_units is not None else ""
+    checkpoint, source_names = normalise(draft.checkpoint, leading=leading, like=opened)
+    return replace(draft, checkpoint=checkpoint, source_names=source_names)
+
+
+def clean_words(draft: Draft, decision: Decision) -> Draft:
+    """With ``--clean-names`` clean ``param_names`` too, as the keys are already."""
+    checkpoint = draft.checkpoint
+    if not decision.options.clean_names:
+        return draft
+    groups = checkpoint.optim.param_groups if checkpoint.optim is not None else None
+    has_words = any("param_names" in group for group in groups or ())
+    cleaned = Table.of(checkpoint).with_plain_words().written(checkpoint) if has_words else checkpoint
+    to_flattened = decision.layout is Layout.FLATTENED
+    if to_flattened or not (draft.source_names.wrapped or cleaned.optim != checkpoint.optim):
+        names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
+        message = f"{flags.clean_names} had no effect: {names} have no prefixes of wrappers"
+        cleaned = cleaned.noted(Note("unused", message))
+    return draft.with_checkpoint(cleaned)
+
+
+def keeps_prefixes(decision: Decision) -> bool:
+    """Whether the names that are written have the prefixes of wrappers that the source has."""
+    exports_weights = decision.form is not None and decision.form.weights
+    to_flattened = decision.layout is Layout.FLATTENED
+    return not (decision.options.clean_names or exports_weights or to_flattened)
+
+
+def restore_prefixes(draft: Draft, decision: Decision) -> Draft:
+    """Give names back the prefixes of the source; a note lists those that lose them for good."""
+    names = draft.source_names
+    keeps = keeps_prefixes(decision)
+    return draft.with_checkpoint(names.restored(draft.checkpoint) if keeps else names.noted(draft.checkpoint))
+
+
+def rename(draft: Draft, decision: Decision) -> Draft:
+    """Apply ``--rename`` and the prefix options. It comes late: sections are matched by the names of the source."""
+    checkpoint, unmatched = _renamed(draft.checkpoint, decision.options)
+    return replace(draft.with_unmatched(unmatched), checkpoint=checkpoint, renamed=True)
+
+
+def with_written_names(draft: Draft, decision: Decision, checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with the names that will be written, which options and other checkpoints may use too."""
+    if draft.renamed:
+        return checkpoint
+    keeps = not decision.options.clean_names
+    return _renamed(draft.source_names.restored(checkpoint) if keeps else checkpoint, decision.options)[0]
+
+
+def _renamed(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, list[NoKeyMatchesError]]:
+    return rename_keys(
+        checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
+    )

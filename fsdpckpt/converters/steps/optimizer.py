@@ -1,0 +1,33 @@
+"""The optimizer before its names change: its section, its groups, and states that FSDP must not cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.ir import Layout, section_of
+from fsdpckpt.ir.quantized import unwrapped
+from fsdpckpt.transform.selection import select_section
+from fsdpckpt.transform.weight_decay import list_parameters, note_one_group
+
+
+def keep_section(draft: Draft, decision: Decision) -> Draft:
+    """Apply ``--only``."""
+    return draft.with_checkpoint(select_section(draft.checkpoint, section_of(decision.options.only)))
+
+
+def unwrap_quantized(draft: Draft, decision: Decision) -> Draft:
+    """Turn the states that bitsandbytes wraps to keep FSDP from cutting them into ordinary states, which FSDP1 cuts."""
+    optim = draft.checkpoint.optim
+    if optim is None or decision.layout is not Layout.FLATTENED:
+        return draft
+    state = {key: unwrapped(entry) for key, entry in optim.state.items()}
+    return draft.with_checkpoint(replace(draft.checkpoint, optim=optim.with_state(state)))
+
+
+def group_parameters(draft: Draft, decision: Decision) -> Draft:
+    """Apply ``--no-weight-decay``; note a single group if the target's framework makes two."""
+    grouped = list_parameters(draft.checkpoint, decision.options.no_weight_decay)
+    two = decision.flavor is not None and decision.flavor.two_groups
+    return draft.with_checkpoint(note_one_group(grouped) if two else grouped)

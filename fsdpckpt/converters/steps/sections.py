@@ -1,0 +1,210 @@
+"""Takes the same steps for every model and every optimizer: the main ones, and each named one like the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdpckpt import flags
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft, Step
+from fsdpckpt.converters.steps.knowledge import Knowledge
+from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.flat.units.request import UnitsRequest
+from fsdpckpt.flat.units.source import is_flattened
+from fsdpckpt.ir import Layout
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.sections import alone
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.transform.selection import NoKeyMatchesError, none_left, parameter_names
+
+
+def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Draft:
+    """Take ``steps`` for the main sections, and for each named one.
+
+    Raises what they raise; UsageError for an option that applies to no section at all, NeedsInformationError for
+    sections that a flattened target or source cannot tell apart.
+    """
+    opened = draft.checkpoint
+    if not opened.named or decision.options.only is not None:
+        return take(steps, replace(draft, opened=opened), decision)
+    _refuse_flattened(draft, decision)
+    if decision.layout is Layout.SHARDED and opened.layout is not Layout.FLATTENED:
+        opened = _with_listed_parameters(draft, decision)
+    main = take(steps, _begun(draft, replace(opened, named=())), decision)
+    if decision.layout is Layout.FLATTENED:  # a model beside the flattened one: it stays as it is
+        _require_matches([main])
+        return main.with_checkpoint(_promoted(replace(main.checkpoint, named=opened.named)))
+    done = [take(steps, _begun_section(draft, opened, section), decision) for section in opened.named]
+    _require_matches([main, *done], opened.named)
+    if main.left_out:
+        main = replace(main, checkpoint=replace(opened, model=None, optim=None))
+    applied_map = next((each.applied_map for each in (main, *done) if each.applied_map is not None), None)
+    return replace(main, checkpoint=_promoted(_joined(main.checkpoint, opened.named, done)), applied_map=applied_map)
+
+
+def take(steps: Sequence[Step], draft: Draft, decision: Decision) -> Draft:
+    """``draft`` after all ``steps``."""
+    for step in steps:
+        draft = step(draft, decision)
+        if draft.left_out:
+            break
+    return draft
+
+
+def _begun(draft: Draft, opened: Checkpoint) -> Draft:
+    return replace(draft, checkpoint=opened, opened=opened, place="", one_of_several=True)
+
+
+def _begun_section(draft: Draft, opened: Checkpoint, section: NamedSection) -> Draft:
+    """The draft of ``section`` alone. The model of an optimizer only says what its ids are: it has nothing that could
+    be lost.
+    """
+    view = alone(opened, section)
+    for_ids = section.section is Section.OPTIM and view.model is not None
+    if for_ids and view.model is not None:
+        view = replace(view, model=ModelState(view.model.params))
+    return replace(_begun(draft, view), place=section.dotted, model_for_ids=for_ids)
+
+
+def _joined(main: Checkpoint, sections: Sequence[NamedSection], done: Sequence[Draft]) -> Checkpoint:
+    """``main`` with what became of each of the named ``sections``, and with the notes on it."""
+    notes = list(main.ledger.notes)
+    lacking = dict.fromkeys(main.lacking)
+    named: list[NamedSection] = []
+    for section, draft in zip(sections, done, strict=True):
+        if draft.left_out:
+            notes.append(Note("dropped", f"{flags.include} and {flags.exclude} leave nothing of {section.label}"))
+            continue
+        of_model = section.section is Section.MODEL
+        content = draft.checkpoint.model if of_model else draft.checkpoint.optim
+        if content is not None:
+            named.append(replace(section, content=content))
+        added = [note for note in draft.checkpoint.ledger.notes if note not in notes]
+        notes += [replace(note, message=f"{section.label}: {note.message}") for note in added]
+        lacking.update(dict.fromkeys(draft.checkpoint.lacking))
+    ledger = replace(main.ledger, notes=tuple(notes))
+    return replace(main, named=tuple(named), ledger=ledger, lacking=tuple(lacking))
+
+
+def _require_matches(done: Sequence[Draft], sections: Sequence[NamedSection] = ()) -> None:
+    """Raises the error of an option that applied to none of ``done``, the sections with anything in them.
+
+    ``sections``: the named ones, which it may have been meant for.
+    """
+    with_keys = [draft for draft in done if draft.opened.model is not None or draft.opened.optim is not None]
+    errors = [error for draft in with_keys for error in draft.unmatched]
+    for error in errors:
+        if all(_is_unmatched(error, draft) for draft in with_keys):
+            meant = next((named for named in sections if f"{error.given}".startswith(f"{named.dotted}.")), None)
+            if meant is not None:
+                error.next_step = f"{flags.only(meant.label)} takes that section alone"
+            raise error
+    if with_keys and all(draft.left_out for draft in with_keys):
+        raise none_left(with_keys[0].opened.source, sum(len(parameter_names(draft.opened)) for draft in with_keys))
+
+
+def _is_unmatched(error: NoKeyMatchesError, draft: Draft) -> bool:
+    """Whether the option that ``error`` is about applied to nothing of ``draft`` either."""
+    same = (other for other in draft.unmatched if other.of_selected == error.of_selected)
+    return (error.of_selected and draft.left_out) or any(other.given == error.given for other in same)
+
+
+def _with_listed_parameters(draft: Draft, decision: Decision) -> Checkpoint:
+    """The checkpoint with every tensor that one of its optimizers lists marked as a parameter.
+
+    Each optimizer of several lists some: for the others' sake, what one says of the model is noted there.
+    """
+    opened = draft.checkpoint
+    own = Knowledge(UnitsRequest(buffers=decision.options.buffers), draft.sources)  # options are about one of them
+    listed: list[tuple[ModelState, set[str]]] = []
+    views = [alone(opened, named) for named in opened.named if named.section is Section.OPTIM]
+    for view in [replace(opened, named=()), *views]:
+        if view.model is None or view.optim is None:
+            continue
+        by_name = own.named_if_proved(view)
+        keys = by_name.optim.keys if by_name is not None and by_name.optim is not None else ()
+        listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))
+    contents = [opened.model, *(named.content for named in opened.named)]
+    models = [_with_parameters(each, listed) for each in contents if isinstance(each, ModelState)]
+    alike = iter([_like_another(model, models) for model in models])
+    main = next(alike) if opened.model is not None else None
+    sections = [
+        replace(named, content=next(alike)) if isinstance(named.content, ModelState) else named
+        for named in opened.named
+    ]
+    return replace(opened, model=main, named=tuple(sections))
+
+
+def _with_parameters(model: ModelState, listed: Sequence[tuple[ModelState, set[str]]]) -> ModelState:
+    """``model`` with its tensors among the ``listed`` names marked as parameters."""
+    names = {name for of, keys in listed if of is model for name in keys}
+    params = dict(model.params)
+    for name, leaf in model.params.items():
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None and clean(name) in names:
+            params[name] = replace(leaf, sharded=True)
+    return ModelState(params, model.metadata)
+
+
+def _like_another(model: ModelState, others: Sequence[ModelState]) -> ModelState:
+    """``model`` with its tensors marked as those of another one with the same names and shapes: an average of its
+    weights has no optimizer that lists them.
+    """
+    params = dict(model.params)
+    for other in others:
+        if {name: _shape(leaf) for name, leaf in params.items()} != {
+            name: _shape(leaf) for name, leaf in other.params.items()
+        }:
+            continue
+        for name, leaf in params.items():
+            like = other.params[name]
+            if isinstance(leaf, Tensor) and isinstance(like, Tensor) and leaf.sharded is None:
+                params[name] = leaf.with_sharded(like.sharded)
+    return ModelState(params, model.metadata)
+
+
+def _shape(leaf: object) -> tuple[int, ...] | None:
+    return leaf.shape if isinstance(leaf, Tensor) else None
+
+
+def _promoted(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` with its only model, and its only optimizer, as the main one, if options have left just one: that
+    is how a reader finds it.
+    """
+    for section in (Section.MODEL, Section.OPTIM):
+        main = checkpoint.model if section is Section.MODEL else checkpoint.optim
+        of_kind = [named for named in checkpoint.named if named.section is section]
+        if main is not None or len(of_kind) != 1:
+            continue
+        (only,) = of_kind
+        if isinstance(only.content, ModelState):
+            checkpoint = replace(checkpoint, model=only.content)
+        else:
+            checkpoint = replace(checkpoint, optim=only.content)
+        rest = tuple(named for named in checkpoint.named if named is not only)
+        origin = replace(checkpoint.origin, nesting={**checkpoint.origin.nesting, section: only.path})
+        checkpoint = replace(checkpoint, origin=origin, named=rest)
+    return checkpoint
+
+
+def _refuse_flattened(draft: Draft, decision: Decision) -> None:
+    """Raises NeedsInformationError for several optimizers in a flattened target, and for named sections that hold
+    slices of flat parameters: units describe one model and one optimizer.
+    """
+    opened, request = draft.checkpoint, draft.knowledge.request
+    to_flattened = decision.layout is Layout.FLATTENED
+    flat = [
+        named
+        for named in opened.named
+        if (to_flattened and not isinstance(named.content, ModelState))
+        or is_flattened(alone(opened, named), draft.sources, request)
+    ]
+    if flat:
+        raise NeedsInformationError(
+            f"{opened.source} has several models or optimizers, and flat parameters are those of one",
+            details=[f"{flags.only(named.label)}" for named in flat],
+            file=opened.source,
+            why="the units of flat parameters describe one model and one optimizer",
+            next_step=f"convert one at a time: {flags.only(flat[0].label)}",
+        )

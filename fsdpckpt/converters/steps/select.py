@@ -1,0 +1,78 @@
+"""Applies ``--include`` and ``--exclude`` to the model and the optimizer, which is keyed by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.flat.units.changes import NameChanges
+from fsdpckpt.ir import Layout
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.transform.selection import (
+    NoKeyMatchesError,
+    find_unmatched_globs,
+    is_selected,
+    keep_keys,
+    new_name,
+    parameter_names,
+)
+
+
+def select_keys(draft: Draft, decision: Decision) -> Draft:
+    """Keep the selected parameters, and in units only those. What it found out about names is in ``changes``.
+
+    Raises UsageError for a glob that matches nothing, and if nothing is left; a section that is one of several is then
+    left out: the globs are meant for others.
+    """
+    options, checkpoint = decision.options, draft.checkpoint
+    if not options.include and not options.exclude:
+        return _with_changes(draft, checkpoint, options) if decision.layout is Layout.FLATTENED else draft
+    names_of_each = _names_in_globs(draft)
+    if draft.one_of_several and not names_of_each:
+        return draft
+    draft = draft.with_unmatched(
+        find_unmatched_globs(names_of_each, options.include, options.exclude, checkpoint.source)
+    )
+    try:
+        selected = keep_keys(checkpoint, names_of_each, include=options.include, exclude=options.exclude)
+    except NoKeyMatchesError:
+        if draft.one_of_several:
+            return replace(draft, left_out=True)
+        raise
+    changed = _with_changes(draft, selected, options)
+    return changed if changed.changes is None else _with_units(changed, changed.changes.selection())
+
+
+def _names_in_globs(draft: Draft) -> dict[str, tuple[str, ...]]:
+    """Each parameter with all names that a glob may match: plain, as in the source, and below its section."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in parameter_names(draft.checkpoint):
+        names = (name, draft.source_names.of_model(name), draft.source_names.of_optimizer(name))
+        below = tuple(f"{draft.place}.{each}" for each in names) if draft.place else ()
+        found[name] = (*names, *below)
+    return found
+
+
+def _with_changes(draft: Draft, selected: Checkpoint, options: ConvertOptions) -> Draft:
+    """``draft`` with ``selected``, what is left of it, and what that and the renaming do to any name."""
+    names = parameter_names(draft.checkpoint)
+    present, kept = set(names), set(parameter_names(selected))
+
+    def keeps(name: str) -> bool:
+        if name in present:
+            return name in kept
+        return is_selected((name,), include=options.include, exclude=options.exclude)
+
+    new = partial(new_name, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename)
+    return replace(draft, checkpoint=selected, changes=NameChanges(keeps, new, tuple(names)))
+
+
+def _with_units(draft: Draft, selection: NameChanges) -> Draft:
+    """``draft`` whose units have the parameters that ``selection`` keeps, under the names that they have."""
+    checkpoint, units = draft.checkpoint, draft.id_units
+    if checkpoint.units is not None:
+        checkpoint = replace(checkpoint, units=selection.applied_to(checkpoint.units))
+    return replace(draft, checkpoint=checkpoint, id_units=None if units is None else selection.applied_to(units))
