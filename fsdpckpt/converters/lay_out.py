@@ -64,18 +64,21 @@ def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Secti
     From DCP to DCP both stay as they are. So does the place of a section if the extras or a named section have a key
     that it would get: ``{"model": {"state_dict": ..., "config": ...}}``.
     """
-    paths = {
-        section: tuple(key for key in path if isinstance(key, (str, int)))
-        for section, path in checkpoint.origin.nesting.items()
-    }
     both_dcp = checkpoint.container is Container.DCP and spec.container is Container.DCP
     taken = {key for rank in range(max(1, len(checkpoint.rank_extra))) for key in extras_of_rank(checkpoint, rank)}
-    moved = {
-        section: replace(path, keys=paths[section])
-        if (both_dcp and section in paths) or (path.keys and path.keys[0] in taken and paths.get(section))
-        else path
-        for section, path in PLAIN_PATHS.items()
+    in_source = {
+        section: tuple(key for key in path if isinstance(key, (str, int)))
+        for section, path in checkpoint.origin.nesting.items()
+        if checkpoint.has(section)
     }
+    moved: dict[Section, SectionPath] = {}
+    for section, path in PLAIN_PATHS.items():
+        place = in_source.get(section)
+        others = [other for each, other in in_source.items() if each is not section]
+        # Of several directories each may have had its section at the top. In one, a section would be inside of another.
+        stays = both_dcp and place is not None and not any(other[: len(place)] == place for other in others)
+        kept = path.keys and path.keys[0] in taken and place
+        moved[section] = replace(path, keys=place) if place is not None and (stays or kept) else path
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
     return moved, both_dcp and checkpoint.origin.flattened_keys and by_name
 
