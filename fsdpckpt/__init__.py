@@ -1,5 +1,8 @@
 """Convert, inspect, compare and verify PyTorch FSDP checkpoints: parameters and optimizer state."""
 
+import sys
+
+from fsdpckpt.callable_verify import RootPackage
 from fsdpckpt.version import __version__
 
 TYPE_CHECKING = False  # typing's own, without the time that importing it takes
@@ -38,6 +41,8 @@ __all__ = [
     "WorkerError", "__version__", "comm", "convert", "convert_each", "diff", "inspect", "open",
     "save_parameter_order", "save_units", "verify",
 ]  # fmt: skip
+
+sys.modules[__name__].__class__ = RootPackage
 
 
 def __dir__() -> list[str]:
