@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ class Colour(StrEnum):
          "fsdpckpt diff 'a b' B --only optim"),
         ("--units FILE in a path stays", "--units FILE in a path stays", "--units FILE in a path stays"),
     ],
+    ids=count(),  # a message has a code of its own in each process
 )  # fmt: skip
 def test_a_message_is_shown_in_the_words_of_its_reader(message: str, command_line: str, python: str) -> None:
     assert Message(message) == command_line == Message(Message(message))
