@@ -6,15 +6,21 @@ command line must accept every option, and find nothing wrong but the missing so
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import runpy
 import shlex
 import shutil
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+import fsdpckpt
+from fsdpckpt.cli.app import app
 from tests.cli.conftest import Run, run
 from tests.oracle.launch import torchrun
 from tests.oracle.session import Oracle
@@ -38,7 +44,21 @@ def commands(page: Path) -> list[str]:
     return found
 
 
+def outputs(page: Path) -> dict[str, list[str]]:
+    """The lines that a page shows below each command."""
+    found: dict[str, list[str]] = {}
+    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
+        shown: list[str] = []
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                shown = found[shlex.join(shlex.split(line.removeprefix("$ "), comments=True))] = []
+            elif line.strip() != "...":
+                shown.append(line)
+    return found
+
+
 COMMANDS = {page.name: commands(page) for page in PAGES}
+OUTPUTS = {page.name: outputs(page) for page in PAGES}
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +88,12 @@ def test_every_command_on_the_demos_checkpoints_runs(
         target = words[2] if words[0] == "convert" else ""
         done = run(*words)
         assert done.code == REFUSED.get(target, 0), f"{command}\n{done.err}"
+        printed = {_NUMBER.sub("#", line.rstrip()) for line in (done.out + done.err).splitlines()}
+        for line in OUTPUTS[page].get(command, ()):
+            assert _NUMBER.sub("#", line) in printed, f"{command}: {line}"
+
+
+_NUMBER = re.compile(r"\d[\d,.]*( [KMGT]?i?B\b)?")  # sizes, times and rates differ between machines
 
 
 def makes_a_source_of(command: str, others: list[str]) -> bool:
@@ -87,6 +113,65 @@ def test_the_command_line_accepts_every_other_command(
         if "demo-run/" in command or theirs or "[" in command or options in (["--help"], ["formats"]):
             continue
         assert run(*options).code == MISSING_SOURCE, command
+
+
+def pieces(page: Path) -> list[list[str]]:
+    """Every command of fsdpckpt on a page, in console blocks and in the middle of a sentence, also one that torchrun or
+    srun starts or that reads from a store; without the commands that take no arguments.
+    """
+    found = [shlex.split(command) for command in commands(page)]
+    found += [shlex.split(text) for text in re.findall(r"`(fsdpckpt [^`]*)`", page.read_text())]
+    after = [words[words.index("fsdpckpt") + 1 :] for words in found]
+    return [words for words in after if not {"--help", "--install-completion"} & {*words} and len(words) > 1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_command_line_parses_each_of_them(page: Path) -> None:
+    program: Any = typer.main.get_command(app)
+    for words in pieces(page):
+        filled = ["2" if word.strip("[]") == "N" else word.strip("[]").partition("|")[0] for word in words[1:]]
+        program.commands[words[0]].make_context(words[0], filled).close()  # raises for what it does not take
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python examples, but for whole modules, which other tests build and run."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_examples_in_python_call_what_there_is(page: Path) -> None:
+    for block in blocks(page):
+        for call in ast.walk(ast.parse(block)):
+            function = call.func if isinstance(call, ast.Call) else None
+            if isinstance(call, ast.Attribute) and ast.unparse(call.value) == "fsdpckpt":
+                assert hasattr(fsdpckpt, call.attr), call.attr
+            ours = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "fsdpckpt"
+            if isinstance(call, ast.Call) and isinstance(function, ast.Attribute) and ours:
+                keywords = {str(each.arg): None for each in call.keywords}
+                inspect.signature(getattr(fsdpckpt, function.attr)).bind(*call.args, **keywords)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_first_examples_in_python_run(
+    page: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(demo / "demo-run" / "dcp", tmp_path / "runs" / "step-1000")
+    monkeypatch.chdir(tmp_path)
+    found = runpy.run_path(str(_written(tmp_path / "example.py", blocks(ROOT / page)[0])))
+    assert found["weight"].shape[1] == 96
+    assert page != "README.md" or (found["rows"].shape[0] == 100 and "'model'" in capsys.readouterr().out)
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_that_a_page_names_are_there(page: Path) -> None:
+    for name in re.findall(r"(?<![\w/])scripts/[\w.]+\w", page.read_text()):
+        assert (ROOT / name).exists(), name
 
 
 def test_there_are_commands_to_run() -> None:
