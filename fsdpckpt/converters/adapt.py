@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,22 +20,26 @@ from fsdpckpt.ir import section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.sections import model_of, optimizers
+from fsdpckpt.ir.origin import LeftOut
+from fsdpckpt.ir.sections import model_of, optimizers, placed
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, find_value
-from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
+from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath, extra_keys
 from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.readers.rank_facts import rank_facts
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings, side_files
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.resumption import (
     changes_with_ranks,
     changes_without_extras,
     data_position_changes,
+    has_extra,
     has_keys,
     missing_extra_warnings,
     names_beside,
     ranks_that_saved,
 )
+from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
 
 _LAMBDAS = "lr_lambdas"  # what LambdaLR has, and its load_state_dict() needs
 _SCHEDULERS = "_schedulers"  # those that SequentialLR and ChainedScheduler consist of
@@ -94,11 +98,10 @@ def adapt(draft: Draft, decision: Decision) -> Draft:
         checkpoint = replace(checkpoint, optim=None).noted(note)
     about_schedule: list[Note] = []
     lacking = list(copied.lacking)
+    if everything and checkpoint.has(Section.OPTIM):
+        moved = {flavor.schedule_file} if decision.moves_schedule else set[str]()
+        lacking += missing_file_warnings("the target", flavor, copied.names | moved)
     if form.extra is None or decision.moves_schedule:
-        files = set(copied.files)
-        if everything and checkpoint.has(Section.OPTIM):
-            files |= {flavor.schedule_file} if decision.moves_schedule else set()
-            lacking += missing_file_warnings("the target", flavor, files)
         checkpoint, about_schedule = _with_schedule_alone(checkpoint, decision, flavor, sources)
     else:
         checkpoint = _with_placed_extras(checkpoint, flavor, form, form.extra, copied)
@@ -117,6 +120,7 @@ def adapt(draft: Draft, decision: Decision) -> Draft:
         checkpoint = checkpoint.noted(*changed)
     if everything and (has_both or not _extras_imply_both(flavor, form)):
         checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
+    checkpoint = _with_rank_facts(checkpoint, form, ranks)
     if everything and has_both:
         checkpoint = _with_resumption(checkpoint, flavor, ranks or checkpoint.world_size)
     return replace(draft, checkpoint=checkpoint, side_files=copied.files)
@@ -125,7 +129,7 @@ def adapt(draft: Draft, decision: Decision) -> Draft:
 def _with_files(checkpoint: Checkpoint, copied: SideFiles) -> Checkpoint:
     """``checkpoint`` with the files of ``copied``, which lists anew what of those beside the source is not carried."""
     below = f"{checkpoint.origin.directory.rstrip('/')}/"
-    left_out = tuple(each for each in checkpoint.origin.left_out if each.directory.startswith(below))
+    left_out = tuple(each for each in checkpoint.origin.left_out if _is_left_out(each, below, copied))
     origin = replace(checkpoint.origin, left_out=left_out)
     return replace(checkpoint, files=(*checkpoint.files, *copied.sources), origin=origin)
 
@@ -135,9 +139,9 @@ def _with_schedule_alone(
 ) -> tuple[Checkpoint, list[Note]]:
     """``checkpoint`` with the LR scheduler as its only extra, if that has a place; and the notes on it."""
     schedule = _source_schedule(checkpoint, _ANY_SCHEDULE) if decision.moves_schedule else None
-    placed = _schedule_path(checkpoint)[:1] if schedule is not None else ()
+    in_place = _schedule_path(checkpoint)[:1] if schedule is not None else ()
     why = f"left out, because flavor {flavor.name} has no place for them"
-    left = _without_extras(checkpoint, _unplaced_extras(checkpoint, decision.side_files, placed), why)
+    left = _without_extras(checkpoint, _unplaced_extras(checkpoint, decision.side_files, in_place), why)
     if schedule is None:
         return replace(left, extra={}, rank_extra=()), []
     note = _schedule_note(flavor.schedule_file, schedule, checkpoint, flavor, sources)
@@ -148,14 +152,33 @@ def _with_placed_extras(
     checkpoint: Checkpoint, flavor: Flavor, form: Form, place: SectionPath, copied: SideFiles
 ) -> Checkpoint:
     """``checkpoint`` with the extras that go to ``place``: those that are neither written nor copied otherwise."""
-    checkpoint = _without_extras(checkpoint, _extra_names_in_files(copied.files))  # they are not written twice
+    checkpoint = _without_extras(checkpoint, _extras_in_files(checkpoint, copied.copied))  # they are not written twice
     why = f"left out, because flavor {flavor.name} has a section under that name"
     checkpoint = _without_extras(checkpoint, _names_of_sections(checkpoint, form), why)
-    if form.model.keys == () and place.container is None:  # a tensor there would be one of the model's names
+    if form.model.keys == () and form.model.file == place.file and place.container is None:
+        # A tensor there would be one of the model's names.
         tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
         why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
         checkpoint = _without_extras(checkpoint, tensors, why)
     return checkpoint
+
+
+def _is_left_out(left_out: LeftOut, below: str, copied: SideFiles) -> bool:
+    """Whether what was left out while reading is not in the target either: it is in a directory ``below`` that of the
+    checkpoint, and not ``copied``.
+    """
+    places = [f"{left_out.directory}/{name}".rstrip("/") for name in left_out.names]
+    from_there = any(path == place or path.startswith(f"{place}/") for path in copied.copied for place in places)
+    return left_out.directory.startswith(below) and not from_there
+
+
+def _with_rank_facts(checkpoint: Checkpoint, form: Form, world_size: int | None) -> Checkpoint:
+    """``checkpoint`` with the extras of each of ``world_size`` ranks, which say whose they are if ``form`` does."""
+    if not form.rank_facts or world_size is None:
+        return checkpoint
+    extras = [extras_of_rank(replace(checkpoint, named=()), rank) for rank in range(world_size)]
+    rank_extra = [{**extra, **rank_facts(form, rank, world_size)} for rank, extra in enumerate(extras)]
+    return replace(checkpoint, rank_extra=tuple(rank_extra)).noted(*extra_notes(checkpoint, world_size))
 
 
 def _with_resumption(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Checkpoint:
@@ -176,7 +199,7 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
     main = int(checkpoint.optim is not None)
     optimizers = [named for named in checkpoint.named if named.section is Section.OPTIM]
     numbers = {named.path: main + number for number, named in enumerate(sorted(optimizers, key=_by_number))}
-    placed: list[NamedSection] = []
+    kept: list[NamedSection] = []
     notes: list[Note] = []
     for named in checkpoint.named:
         is_optimizer = named.section is Section.OPTIM
@@ -192,8 +215,8 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
         if path != named.path:
             message = f"{named.dotted} becomes {'.'.join(map(str, path))}, as flavor {flavor.name} calls it"
             notes.append(Note("renamed", message, named.dotted))
-        placed.append(replace(named, path=path))
-    return replace(checkpoint, named=tuple(placed)).noted(*notes)
+        kept.append(replace(named, path=path))
+    return replace(checkpoint, named=tuple(kept)).noted(*notes)
 
 
 def number_sections(draft: Draft, decision: Decision) -> Draft:
@@ -214,7 +237,7 @@ def _with_numbers(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpo
         return checkpoint
     saved, notes = checkpoint, list[Note]()
     models = [saved.model, *(named.content for named in sorted(saved.named, key=_by_number))]
-    placed: list[NamedSection] = []
+    kept: list[NamedSection] = []
     for section in (Section.MODEL, Section.OPTIM):
         others = sorted((named for named in saved.named if named.section is section), key=_by_number)
         if not others:
@@ -231,10 +254,10 @@ def _with_numbers(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpo
             if named.path != (key,):
                 message = f"{named.dotted} becomes {key}, as flavor {flavor.name} calls it"
                 notes.append(Note("renamed", message, named.dotted))
-            placed.append(replace(named, path=(key,), name=key))
+            kept.append(replace(named, path=(key,), name=key))
         is_model = section is Section.MODEL  # what has a number is no main section any more
         checkpoint = replace(checkpoint, model=None) if is_model else replace(checkpoint, optim=None)
-    return replace(checkpoint, named=tuple(placed)).noted(*notes)
+    return replace(checkpoint, named=tuple(kept)).noted(*notes)
 
 
 def _index(models: Sequence[object], model: object) -> int:
@@ -265,7 +288,7 @@ def _by_number(named: NamedSection) -> list[tuple[int, str]]:
 
 
 def _names_of_sections(checkpoint: Checkpoint, form: Form) -> tuple[str, ...]:
-    """The extras with a key that a section gets in the same file: what a wrapper around the optimizer had beside it."""
+    """The extras at the place of a section in the same file: what a wrapper around the optimizer had beside it."""
     if form.extra is None:
         return ()
     paths = [
@@ -273,8 +296,20 @@ def _names_of_sections(checkpoint: Checkpoint, form: Form) -> tuple[str, ...]:
         for path, content in ((form.model, checkpoint.model), (form.optim, checkpoint.optim))
         if path is not None and content is not None and path.file == form.extra.file
     ]
-    keys = {str(path.keys[0]) for path in paths if path.keys}
+    extras = (checkpoint.extra, *checkpoint.rank_extra)
+    keys = {str(path.keys[0]) for path in paths for extra in extras if path.keys and _is_taken(extra, path.keys)}
     return tuple(name for name in _extra_names(checkpoint) if name in keys)
+
+
+def _is_taken(value: Value, path: Sequence[PathKey]) -> bool:
+    """Whether something is at ``path`` already, or where the containers that lead there would be."""
+    for key in path:
+        if not isinstance(value, dict):
+            return True
+        if key not in value:
+            return False
+        value = value[key]
+    return True
 
 
 def _without_extras(checkpoint: Checkpoint, names: Collection[str], why: str | None = None) -> Checkpoint:
@@ -320,13 +355,13 @@ def _extras_imply_both(flavor: Flavor, form: Form) -> bool:
 def _extras_implying_both(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> tuple[str, ...]:
     """The extras that ``verify`` takes as proof that both the model and the optimizer were saved."""
     names = _extra_names(checkpoint)
-    return tuple(name for name in names if _extras_imply_both(flavor, form) or name in flavor.training_keys)
+    saved_with_both = {extra_keys(key)[0] for key in flavor.training_keys}
+    return tuple(name for name in names if _extras_imply_both(flavor, form) or name in saved_with_both)
 
 
-def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, placed: tuple[PathKey, ...]) -> tuple[str, ...]:
-    """The extras that are neither in ``placed``, nor in a side file, nor already reported as left out."""
-    files = [*copied.files, *copied.left_out]
-    accounted_for = {*map(str, placed), *_extra_names_in_files(files)}
+def _unplaced_extras(checkpoint: Checkpoint, copied: SideFiles, in_place: tuple[PathKey, ...]) -> tuple[str, ...]:
+    """The extras that are neither ``in_place``, nor in a side file, nor already reported as left out."""
+    accounted_for = {*map(str, in_place), *_extras_in_files(checkpoint, copied.copied | copied.left_out)}
     return tuple(name for name in _extra_names(checkpoint) if name not in accounted_for)
 
 
@@ -335,10 +370,14 @@ def _extra_names(checkpoint: Checkpoint) -> list[str]:
     return list(dict.fromkeys(str(key) for extra in (checkpoint.extra, *checkpoint.rank_extra) for key in extra))
 
 
-def _extra_names_in_files(files: Iterable[str]) -> set[str]:
-    """The names of the extras in ``files``: ``random_states`` for ``random_states_0.pkl``."""
-    stems = {name.rpartition(".")[0] for name in files}
-    return stems | {re.sub(r"_\d+$", "", stem) for stem in stems}
+def _extras_in_files(checkpoint: Checkpoint, paths: Collection[str]) -> set[str]:
+    """The names of the extras in the files at ``paths``, or in directories there."""
+    above = {f"{path}/" for path in paths}
+    return {
+        str(key)
+        for key, files in checkpoint.origin.extra_files.items()
+        if not files.isdisjoint(paths) or any(file.startswith(tuple(above)) for file in files)
+    }
 
 
 def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:
@@ -356,16 +395,16 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
     checkpoint = _without_extras(checkpoint, different, why)
     notes: list[Note] = []
     extra = dict(checkpoint.extra)
-    if form.schedule is not None and form.schedule[0] not in extra:
+    if form.schedule is not None and find_value(extra, extra_keys(form.schedule[0])) is None:
         place, keys = form.schedule
         schedule = _source_schedule(checkpoint, keys)
         if schedule is not None:
-            extra[place] = schedule
+            extra = with_extra(extra, place, schedule)
             notes.append(_schedule_note(place, schedule, checkpoint, flavor, sources))
     defaults: list[tuple[str, Value]] = [
-        (key, [] if value == () else value) for key, value in form.defaults if key not in extra
+        (key, [] if value == () else value) for key, value in form.defaults if not has_extra(extra, key)
     ]
-    if form.counter and type(extra.get(form.counter)) is not int:
+    if form.counter and type(find_value(extra, extra_keys(form.counter))) is not int:
         steps = _recorded_steps(checkpoint, sources)
         defaults.append((form.counter, steps or 0))
         if steps is None:
@@ -375,8 +414,15 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         added = ", ".join(f"{key} = {value!r}" for key, value in defaults)
         message = f"what flavor {flavor.name} needs and the source does not have was added: {added}"
         notes.append(Note("inferred", message))
-        extra.update(defaults)
+        for key, value in defaults:
+            extra = with_extra(extra, key, value)
     return replace(checkpoint, extra=extra).noted(*notes)
+
+
+def with_extra(extra: dict[Key, Value], name: str, value: Value) -> dict[Key, Value]:
+    """``extra`` with ``value`` under the keys of ``name``, see ``Form``."""
+    at_place = placed(extra, extra_keys(name), value)
+    return at_place if isinstance(at_place, dict) else extra
 
 
 def _schedule_note(
@@ -446,7 +492,7 @@ def _doubled(value: Value, path: tuple[PathKey, ...]) -> Value:
 def _schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:
     source = flavor_named(checkpoint.flavor)
     paths = source.schedules if source is not None else ()
-    return next((path for path in paths if path[0] in checkpoint.extra), ())
+    return next((path for path in paths if find_value(checkpoint.extra, path) is not None), ())
 
 
 _STEPS_OF_OTHERS = (("global_step",), ("global_steps",), ("train_state", "step"))

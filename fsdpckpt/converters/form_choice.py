@@ -13,7 +13,7 @@ from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN, Flavor, Form, PathKey
-from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named, foreign_flavors
+from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named, foreign_flavors, layout_of_form
 
 _PLAIN = "the target is plain"
 
@@ -187,9 +187,8 @@ def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
 
 
 def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
-    """The source's layout. A DCP directory that one rank saved counts as sharded, although its tensors are whole."""
-    framework_dcp = source.flavor == flavor.name and source.container == Container.DCP
-    return Layout.SHARDED if framework_dcp and source.layout is Layout.FULL else source.layout
+    """The source's layout, that of the form for the same framework."""
+    return layout_of_form(source, flavor) if source.flavor == flavor.name else source.layout
 
 
 def _what_to_change(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> str:

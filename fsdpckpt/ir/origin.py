@@ -59,6 +59,8 @@ class Origin:
     ``nesting``: the path of keys to each main section in its file or DCP directory. ``flattened_keys``: whether the
     optimizer's keys are ``state.<name>.<state>``. ``mesh_devices``: the device types of its DTensors' meshes.
     ``keys_in_order``: False if its keys are not in the order of the state dict that they were saved from.
+    ``extra_files``: the files of each extra at the top that is in files of its own. ``section_files``: those that hold
+    a model or an optimizer.
 
     What a conversion may still change: ``left_out``, what lies beside the checkpoint; ``untied_masters``, the place of
     master weights among the extras if nothing says whose they are.
@@ -78,6 +80,8 @@ class Origin:
     flattened_keys: bool = False
     mesh_devices: frozenset[str] = frozenset()
     keys_in_order: bool = True
+    extra_files: Mapping[Key, frozenset[str]] = field(default_factory=dict)
+    section_files: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     untied_masters: str = ""
 

@@ -12,6 +12,7 @@ from fsdpckpt.producers.flavors import (
     RankFileName,
     SectionPath,
     Signature,
+    extra_keys,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "RankFileName",
     "SectionPath",
     "Signature",
+    "extra_keys",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from fsdpckpt.ir import Container, IdRule, KeyType, Layout, Section
 
@@ -39,6 +39,7 @@ class SectionPath:
     """Where one section is: ``file`` below DST, and the path of ``keys`` in it. Sections of one file share its dict.
 
     ``file``: "" is DST itself, a trailing ``/`` makes a DCP directory; ``{rank}`` and ``{world_size}`` are filled in.
+    Of a model in safetensors files: what precedes their names, "" for those of Hugging Face.
     ``container``, ``layout``: if they differ from the form's.
     """
 
@@ -69,6 +70,8 @@ class Form:
     list. ``loader_opens``: extras that its loader opens, with the keys that each must have; those of other frameworks
     that lack a key are left out.
     ``schedule``: the extra that takes the state dict of another producer's LR scheduler, and the keys it must have.
+    An extra is named by its keys, with dots between them.
+    ``rank_facts``: the extras that say of which rank a file is ("rank"), and of how many ("world_size").
     ``directory``: whether DST is one; ``suffix``: the usual end of the name of a DST that is one file, "" if none.
     ``counter``: the extra that counts the optimizer's steps; if the source has none, it is the step in the states.
     ``by_parameter``: each weight and state has its own file.
@@ -100,6 +103,7 @@ class Form:
     counter: str = ""
     by_parameter: bool = False
     by_item: bool = False
+    rank_facts: tuple[tuple[str, Literal["rank", "world_size"]], ...] = ()
     any_key_type: bool = False
     optimizers: tuple[str, ...] = ()
     several: bool = field(default=False, compare=False)  # frameworks that save one have the same form
@@ -125,6 +129,11 @@ class Form:
         return tuple(number if key == "{number}" else key.format(number=number) for key in self.optimizers)
 
 
+def extra_keys(name: str) -> tuple[str, ...]:
+    """The keys of an extra by its name in the table of producers: ``app.scheduler`` is in the dict ``app``."""
+    return tuple(name.split("."))
+
+
 @dataclass(frozen=True, slots=True)
 class RankFileName:
     """A file that each rank has, named with ``{rank}``; ``single``: its name in a run of one rank."""
@@ -147,13 +156,14 @@ class Signature:
     """How to recognise a framework: each pattern of ``files`` matches a name in the directory, and all ``keys`` are
     top-level keys, those of model and optimizer included.
 
-    ``model``: the path of keys of a DCP checkpoint's model, None for any. ``flattened``: whether its optimizer's keys
-    are (see ``Form``), None for any.
+    ``model``, ``optim``: the path of keys of a DCP checkpoint's model and optimizer, None for any. ``flattened``:
+    whether its optimizer's keys are (see ``Form``), None for any.
     """
 
     files: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     model: tuple[PathKey, ...] | None = None
+    optim: tuple[PathKey, ...] | None = None
     flattened: bool | None = None
 
 
@@ -172,6 +182,7 @@ class Flavor:
     saves none in torch's form. ``counts_processes``: whether that scheduler counts one step for each process, as
     ``AcceleratedScheduler.step`` does without ``split_batches``; others count one.
     ``contained_in``: frameworks that save its checkpoints among their own files, which are then copied too.
+    ``side_directories``: the paths of directories whose files are all side files, those of ``rank_files`` among them.
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
     ``needed``: files that it saves with the optimizer, and what its loader does without one; ``needed_extras``: the
@@ -197,6 +208,7 @@ class Flavor:
     exports: tuple[str, ...] = ()
     exports_beside: str = ""
     export_directories: tuple[str, ...] = ()
+    side_directories: tuple[str, ...] = ()
     model_files: str | None = None
     schedules: tuple[tuple[PathKey, ...], ...] = ()
     counts_processes: bool = False

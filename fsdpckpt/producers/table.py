@@ -16,6 +16,7 @@ from fsdpckpt.extensions import FLAVORS as ENTRY_POINTS
 from fsdpckpt.extensions import extensions
 from fsdpckpt.ir import Container, IdRule, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.producers.dcp_layouts import DCP_LAYOUTS
 from fsdpckpt.producers.flavors import PLAIN, PLAIN_PATHS, Flavor, Form, MeshForm, RankFileName, SectionPath, Signature
 
 # accelerate, the Trainer of transformers, Hugging Face
@@ -147,7 +148,7 @@ HUGGINGFACE = Flavor(
         Signature((r"^model([-.].*)?\.safetensors(\.index\.json)?$", r"^config\.json$")),
         Signature((r"^pytorch_model([-.].*)?\.bin(\.index\.json)?$", r"^config\.json$")),
     ),
-    forms=(Form(Layout.FULL, Container.SAFETENSORS, SectionPath("model"), None, weights=True),),
+    forms=(Form(Layout.FULL, Container.SAFETENSORS, SectionPath(""), None, weights=True),),
     also_loads=(Form(Layout.FULL, Container.TORCH, SectionPath("pytorch_model.bin"), None, weights=True),),
     state=r"\.safetensors(\.index\.json)?$|^pytorch_model([-.].*)?\.bin(\.index\.json)?$",
     model_files="",
@@ -320,6 +321,28 @@ VERL = Flavor(
 )
 
 
+SKYRL = replace(  # the same files, with entries of its own
+    VERL,
+    name="skyrl",
+    title="SkyRL's FSDPStrategy",
+    signs=(Signature(VERL.signs[0].files, ("fsdp_strategy", "client_state")),),
+    forms=(
+        replace(
+            _VERL_SHARDED,
+            small_files=(("fsdp_config.json", '{\n    "fsdp_strategy": "fsdp2",\n    "world_size": {world_size}\n}'),),
+            defaults=(),
+            loader_opens=((_SCHEDULE, frozenset({"last_epoch", "_last_lr"})), ("rng", frozenset({"cpu"}))),
+            rank_facts=(("rank", "rank"), ("world_size", "world_size")),
+        ),
+    ),
+    rank_files=(),
+    side_files=r"^$",
+    needed_extras=((_SCHEDULE, "stops: its scheduler is given an empty state"),),
+    loads="trainer.resume_path=DIR/global_step_N, with {target} as its policy/ beside trainer_state.pt",
+    tested="",
+)
+
+
 # frameworks that can only be read
 
 COMPOSER = Flavor(
@@ -327,13 +350,6 @@ COMPOSER = Flavor(
     title="Composer",
     signs=(Signature((r"^\.metadata$", r"^\.\./ep\d+-ba\d+$")), Signature(keys=("state", "rng"))),
 )
-
-TORCHTUNE = Flavor(
-    name="torchtune",
-    title="torchtune",
-    signs=(Signature((r"^recipe_state\.pt$",)), Signature((r"^\.metadata$", r"^\.\./(dist_)?epoch_\d+$"))),
-)
-
 
 DEEPSPEED = Flavor(
     tested="deepspeed 0.19",
@@ -402,7 +418,7 @@ TORCH_CHECKPOINTING = Flavor(
 )
 
 FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
-    TRAINER, ACCELERATE, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, TORCHTUNE, TORCHTITAN,
+    TRAINER, ACCELERATE, SKYRL, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, *DCP_LAYOUTS, TORCHTITAN,
     TORCHTITAN_OLD, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON, TRAINER_WITHOUT_FSDP,
     TORCH_CHECKPOINTING,
     HUGGINGFACE,
@@ -436,6 +452,18 @@ def all_flavors() -> tuple[Flavor, ...]:
     return (*foreign_flavors(), *FLAVORS)
 
 
+def layout_of_form(checkpoint: Checkpoint, flavor: Flavor) -> Layout:
+    """The layout of the form of ``flavor`` that ``checkpoint`` has: sharded also where one rank saved all, if its files
+    are those of a sharded form.
+    """
+    forms = {(form.layout, form.container) for form in flavor.forms}
+    container = checkpoint.container
+    by_one_rank = checkpoint.layout is Layout.FULL and container in (Container.DCP, Container.SAFETENSORS)
+    if by_one_rank and (Layout.FULL, container) not in forms and (Layout.SHARDED, container) in forms:
+        return Layout.SHARDED
+    return checkpoint.layout
+
+
 def id_rule_of(checkpoint: Checkpoint) -> IdRule:
     """How the framework that saved ``checkpoint`` counts the ids of an optimizer: nobody else knows it."""
     found = flavor_named(checkpoint.flavor)
@@ -456,25 +484,32 @@ def recognise(
     directory: str = "",
     keys: Iterable[object] = (),
     model: tuple[object, ...] | None = None,
+    optim: tuple[object, ...] | None = None,
     flattened: bool = False,
 ) -> Flavor | None:
     """The first framework that matches the file ``names`` of ``directory`` and the top-level ``keys``, or None.
 
-    ``model`` and ``flattened``: of a DCP checkpoint's keys, as in ``Signature``.
+    ``model``, ``optim`` and ``flattened``: of a DCP checkpoint's keys, as in ``Signature``.
     """
     base = directory.rstrip("/").rpartition("/")[2]
-    return _recognise((*names, f"../{base}"), frozenset(keys), model, flattened=flattened)
+    return _recognise((*names, f"../{base}"), frozenset(keys), model, optim, flattened=flattened)
 
 
 @lru_cache(maxsize=16)  # a directory is asked about several times, and may have thousands of names
 def _recognise(
-    entries: tuple[str, ...], top: frozenset[object], model: tuple[object, ...] | None, *, flattened: bool
+    entries: tuple[str, ...],
+    top: frozenset[object],
+    model: tuple[object, ...] | None,
+    optim: tuple[object, ...] | None,
+    *,
+    flattened: bool,
 ) -> Flavor | None:
     def matches(sign: Signature) -> bool:
         return (
             all(any(re.search(pattern, name) for name in entries) for pattern in sign.files)
             and top.issuperset(sign.keys)
             and sign.model in (None, model)
+            and sign.optim in (None, optim)
             and sign.flattened in (None, flattened)
         )
 
@@ -490,12 +525,15 @@ def belongs(flavor: Flavor | None, path: str) -> bool:
         return False
     names = {file.single for file in flavor.rank_files}
     patterns = (flavor.state, flavor.side_files, *flavor.exports)
-    return path in names or copied_by_rank(path) or any(re.search(pattern, path) for pattern in patterns)
+    beside = any(path.startswith(f"{directory}/") for directory in flavor.side_directories)
+    return beside or path in names or copied_by_rank(path) or any(re.search(pattern, path) for pattern in patterns)
 
 
-def copied_by_rank(name: str) -> bool:
-    """Whether each rank of some framework has a side file of this name: ranks that are new get copies."""
-    return any(file.rank_of(name) is not None for flavor in all_flavors() for file in flavor.rank_files)
+def copied_by_rank(path: str) -> bool:
+    """Whether each rank of some framework has a side file at this ``path``: ranks that are new get copies."""
+    words = path.split("/")
+    kinds = (file for flavor in all_flavors() for file in flavor.rank_files)
+    return any(kind.rank_of("/".join(words[-kind.name.count("/") - 1 :])) is not None for kind in kinds)
 
 
 def export_files(names: Iterable[str]) -> set[str]:

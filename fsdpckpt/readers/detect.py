@@ -48,6 +48,7 @@ from fsdpckpt.readers.manifest import (
 from fsdpckpt.readers.model_config import HUGGING_FACE_WEIGHTS, config_problems
 from fsdpckpt.readers.parts import ReadPart, read_part
 from fsdpckpt.readers.protocol import FileTable, Locate, Part, ReadOptions, stem_of
+from fsdpckpt.readers.rank_facts import without_rank_facts
 from fsdpckpt.readers.registry import READERS, recognise_foreign_file
 from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
@@ -178,7 +179,7 @@ class _Opening:
             with_units(checkpoint, units)
             if units.units is not None and relative_path(units.path, self.source) != units.path:
                 self.book.read(units.path, METADATA)
-        checkpoint = with_manifest(checkpoint, manifest, self.sources.all)
+        checkpoint = without_rank_facts(with_manifest(checkpoint, manifest, self.sources.all))
         with_manifests_of_parts(checkpoint, found.path, self.sources.all)
         absent = missing_sections(checkpoint, found.names)
         unfinished = [problem for entry in found.unfinished if (problem := _unfinished(entry, checkpoint)) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnrecognisedError
@@ -77,7 +78,7 @@ def join(
         convert_slices(part.tree, part.sections, model, part.label, possible=possible)
         problems = (_slices_of_one_rank(part), _reused_ids(part, model))
         part.tree.problems += [problem for problem in problems if problem is not None]
-    extra, rank_extra, named = _extras(parts)
+    extra, rank_extra, named, in_parts = _extras(parts)
     _require_more_than_extras(source, parts, extra)
     origin = Origin(
         source=source,
@@ -89,6 +90,8 @@ def join(
         flattened_keys=any(part.sections.flattened for part in parts),
         mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
         keys_in_order=all(part.tree.keys_in_order for part in parts),
+        extra_files={key: part.files_in(files) for key, part in in_parts.items() if part.auxiliary},
+        section_files=frozenset().union(*(part.files_in(files) for part in parts if not part.auxiliary)),
     )
     ledger = Ledger(
         evidence=_evidence(parts),
@@ -288,14 +291,21 @@ def _values_text(values: Sequence[Value]) -> str:
     return ": " + "; ".join(parts[:_MAX_VALUES]) + ("; ..." if len(parts) > _MAX_VALUES else "")
 
 
-def _extras(
-    parts: Sequence[ReadPart],
-) -> tuple[dict[Key, Value], tuple[dict[Key, Value], ...], tuple[NamedSection, ...]]:
-    """The extras of all ranks, with rank 0's values where ranks differ; the extras as each rank saved them, empty if
-    all saved the same; and the named sections, which have places among the extras. A key that a rank lacks is missing
-    from its extras.
+class _Extras(NamedTuple):
+    """``common``: the extras of all ranks, with rank 0's values where ranks differ. ``of_ranks``: as each rank saved
+    them, empty if all saved the same; a key that a rank lacks is missing. ``named``: the named sections, which have
+    places among the extras. ``parts``: the part that each key at the top is from.
     """
+
+    common: dict[Key, Value]
+    of_ranks: tuple[dict[Key, Value], ...]
+    named: tuple[NamedSection, ...]
+    parts: dict[Key, ReadPart]
+
+
+def _extras(parts: Sequence[ReadPart]) -> _Extras:
     extra: dict[Key, Value] = {}
+    in_parts: dict[Key, ReadPart] = {}
     named: list[NamedSection] = []
     changes: list[tuple[KeyPath, tuple[Value, ...]]] = []
     absences: list[tuple[KeyPath, frozenset[int], int]] = []  # with the number of ranks of the part
@@ -311,6 +321,7 @@ def _extras(
             if below or (part.auxiliary and not sections.named):
                 extra[stem] = tree.root if part.auxiliary and not sections.named else dict(below)
             prefix = (stem,)
+        in_parts |= dict.fromkeys(extra.keys() - in_parts.keys(), part)
         named += [replace(section, path=(*prefix, *section.path)) for section in sections.named]
         changes += [
             ((*prefix, *path), values) for path, values in tree.rank_values.items() if not sections.overlaps(path)
@@ -321,7 +332,7 @@ def _extras(
             if not sections.owns(path)
         ]
     if not changes and not absences:
-        return extra, (), _with_names(named)
+        return _Extras(extra, (), _with_names(named), in_parts)
     common: Value = extra
     for path, values in changes:
         common = replaced(common, path, values[0]) if values and values[0] is not None else common
@@ -335,7 +346,8 @@ def _extras(
         for path, absent_ranks, ranks in absences:
             of_rank = without(of_rank, path) if rank in absent_ranks or rank >= ranks else of_rank
         of_ranks.append(of_rank if isinstance(of_rank, dict) else {})
-    return common if isinstance(common, dict) else extra, tuple(of_ranks), _with_names(named)
+    common = common if isinstance(common, dict) else extra
+    return _Extras(common, tuple(of_ranks), _with_names(named), in_parts)
 
 
 def _with_names(named: Sequence[NamedSection]) -> tuple[NamedSection, ...]:

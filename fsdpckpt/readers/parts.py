@@ -11,7 +11,7 @@ from fsdpckpt.ir.checkpoint import Layout, ModelState, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.readers.flat_slices import why_sliced
-from fsdpckpt.readers.protocol import Part, Tree
+from fsdpckpt.readers.protocol import FileTable, Part, Tree
 from fsdpckpt.readers.sections import Sections, split
 
 _MOST_MODULES = 1000  # in one another: ``state_dict()`` takes a call for each, of which Python allows so many
@@ -29,6 +29,10 @@ class ReadPart:
     tree: Tree
     sections: Sections
     file_numbers: tuple[int, int] = (0, 0)
+
+    def files_in(self, table: FileTable) -> frozenset[str]:
+        """The paths of its files in ``table``."""
+        return frozenset(file.path for file in table.files()[slice(*self.file_numbers)])
 
     @property
     def label(self) -> str:

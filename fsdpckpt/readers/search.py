@@ -142,7 +142,7 @@ class Search:
             raise error
         if not below:
             return None
-        if len(below) == 1 and recognise(listing.names) is None:
+        if len(below) == 1 and MANIFEST not in listing.names and recognise(listing.names) is None:
             only = below[0]
             only.only = True
             self._add_unfinished_beside(only, listing, numbered, others)

@@ -13,7 +13,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Not
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName
+from fsdpckpt.ir.values import find_value
+from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName, extra_keys
 from fsdpckpt.producers.table import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry, is_url
@@ -57,20 +58,27 @@ def describes_model(name: str) -> bool:
 @dataclass(slots=True)
 class SideFiles:
     """``files``: by target name, each file's bytes as a tensor. ``sources``: the source files that their chunks refer
-    to, and that the checkpoint has not. ``left_out``: the names of those that are not copied; ``lacking``: as
-    ``Checkpoint.lacking``.
+    to, and that the checkpoint has not. ``copied``, ``left_out``: the paths of the source files that are copied, and of
+    those that a note lists as left out. ``lacking``: as ``Checkpoint.lacking``.
     """
 
     files: dict[str, Tensor] = field(default_factory=dict)
     sources: list[SourceFile] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    copied: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
     lacking: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """The names that ``files`` make in the target, those of their directories included."""
+        return {*self.files, *(name.partition("/")[0] for name in self.files)}
 
     def add(self, files: Mapping[str, Entry], files_read: Sequence[SourceFile]) -> None:
         """Add ``files``, by target name. ``files_read``: those of the checkpoint, some of which are extras."""
         numbers = {file.path: number for number, file in enumerate((*files_read, *self.sources))}
         for target_name, entry in files.items():
+            self.copied.add(entry.path)
             if entry.path not in numbers:
                 numbers[entry.path] = len(numbers)
                 self.sources.append(Stored(entry.path, entry.nbytes))
@@ -147,18 +155,21 @@ def side_files(
     beside = {
         name: entry
         for name, entry in sorted(entries.items())
-        if not name.startswith(".") and not _is_state(entry, source, read)
+        if not name.startswith(".")
+        and entry.path not in checkpoint.origin.section_files
+        and not _is_state(entry, source, read)
     }
     files = dict(beside)
-    for name in list(files):
-        if entries[name].directory:
-            del files[name]
-            if source is not None and name in source.export_directories:
-                below = sources.files_below(entries[name].path)
-                files.update({f"{name}/{path}": entry for path, entry in below})
     same = source is not None and (
         source.name in (target.name, *target.contained_in) or target.name in (source.name, *source.contained_in)
     )
+    folders = [name for name in files if entries[name].directory]
+    for name in folders:
+        del files[name]
+    if source is not None:
+        with_files = [f"{name}/" for name in source.side_directories if same]
+        for name in (*with_files, *filter(None, [source.model_files])):
+            files.update(files_below(checkpoint.origin.directory, name, sources))
     exports = export_files(entries)  # they hold another copy of the model, unchanged
     chosen = {name: name for name in files if name not in exports} if same else _of_the_model(files, source, target)
     if same and only is not None:
@@ -171,10 +182,20 @@ def side_files(
     copied.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
     used = {name.partition("/")[0] for name in chosen.values()}
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
-    copied.left_out = [*(name for name in beside if name not in used), *hidden]
-    if copied.left_out:
-        copied.notes.append(_note("not-carried", f"not copied from {checkpoint.origin.directory}", copied.left_out))
+    left_out = [*(name for name in beside if name not in used), *(name for name in hidden if name not in used)]
+    copied.left_out.update(entries[name].path for name in left_out)
+    if left_out:
+        copied.notes.append(_note("not-carried", f"not copied from {checkpoint.origin.directory}", left_out))
     return copied
+
+
+def files_below(directory: str, name: str, sources: Sources) -> dict[str, Entry]:
+    """The files in the directory ``name``, which ends with a slash, of ``directory``, by their paths from there."""
+    path = f"{directory.rstrip('/')}/{name.rstrip('/')}"
+    entry = sources.stat(path)
+    if entry is None or not entry.directory:
+        return {}
+    return {f"{name}{below}": file for below, file in sources.files_below(path)}
 
 
 def _note(kind: NoteKind, what: str, names: list[str]) -> Note:
@@ -237,7 +258,7 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
         if not checkpoint.has(section)
     ]
     files = [name for name in names if any(re.search(pattern, name) for pattern in flavor.training_files)]
-    beside = [*files, *(key for key in flavor.training_keys if checkpoint.extra.get(key))]
+    beside = [*files, *(key for key in flavor.training_keys if find_value(checkpoint.extra, extra_keys(key)))]
     place = checkpoint.origin.directory or checkpoint.source
     if not absent and MANIFEST not in names and _has_optimizer(flavor, names, checkpoint.world_size):
         return [
@@ -291,10 +312,11 @@ def with_flavor(checkpoint: Checkpoint, names: Sequence[str], directory: str) ->
 
 def flavor_of(checkpoint: Checkpoint, names: Sequence[str], directory: str) -> str:
     """The producer according to the file names, or to the keys beside model and optimizer; else ``plain``."""
-    model, flattened = checkpoint.origin.nesting.get(Section.MODEL), checkpoint.origin.flattened_keys
+    nesting, flattened = checkpoint.origin.nesting, checkpoint.origin.flattened_keys
+    model, optim = nesting.get(Section.MODEL), nesting.get(Section.OPTIM)
     sections = [*checkpoint.origin.nesting.values(), *(named.path for named in checkpoint.named)]
     keys = {*checkpoint.extra, *(path[0] for path in sections if path)}
-    flavor = recognise(names, directory=directory, keys=keys, model=model, flattened=flattened)
+    flavor = recognise(names, directory=directory, keys=keys, model=model, optim=optim, flattened=flattened)
     return flavor.name if flavor is not None else PLAIN
 
 

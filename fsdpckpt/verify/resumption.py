@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.values import Value
-from fsdpckpt.producers import Flavor, Form
-from fsdpckpt.producers.table import flavor_named
-from fsdpckpt.readers.side_files import missing_file_warnings
+from fsdpckpt.ir.values import Value, find_value
+from fsdpckpt.producers import Flavor, Form, extra_keys
+from fsdpckpt.producers.table import flavor_named, layout_of_form
+from fsdpckpt.readers.side_files import files_below, missing_file_warnings
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural
 
@@ -84,9 +84,7 @@ def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
     saved_by = flavor_named(checkpoint.flavor)
     if saved_by is None:
         return _form_of_one_file(checkpoint, flavor)
-    layout = checkpoint.layout
-    if checkpoint.container == Container.DCP and layout is Layout.FULL:
-        layout = Layout.SHARDED  # one rank saved it: its tensors are whole, and it loads like any DCP directory
+    layout = layout_of_form(checkpoint, saved_by)
     loaded = (*flavor.forms, *flavor.also_loads)
     for form in (*saved_by.forms, *saved_by.also_loads):
         if (form.layout, form.container) == (layout, checkpoint.container) and form in loaded:
@@ -185,7 +183,7 @@ def _missing_files(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Co
 
 def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
     for key in (*(key for key, _ in form.defaults), *filter(None, [form.counter])):
-        if key not in checkpoint.extra:
+        if not has_extra(checkpoint.extra, key):
             yield f"it has no {key}, which the loader of {flavor.name} needs"
     yield from missing_extra_warnings(checkpoint, flavor)
     for key, needed in form.loader_opens:
@@ -197,8 +195,15 @@ def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Itera
 def missing_extra_warnings(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
     """What the framework does without each extra that it needs and ``checkpoint`` lacks."""
     for key, what in flavor.needed_extras:
-        if key not in checkpoint.extra:
+        if not has_extra(checkpoint.extra, key):
             yield f"it has no {key}: without it {flavor.name} {what}"
+
+
+def has_extra(extra: Value, name: str) -> bool:
+    """Whether there is an extra of this ``name``, even if it is None."""
+    *above, last = extra_keys(name)
+    outer = find_value(extra, tuple(above))
+    return isinstance(outer, dict) and last in outer
 
 
 def has_keys(value: Value, keys: frozenset[str]) -> bool:
@@ -225,7 +230,7 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
 def changes_without_extras(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
     """What the framework does otherwise without each extra that it would like to have."""
     for key, what in flavor.wanted_extras:
-        if key not in checkpoint.extra and checkpoint.has(Section.OPTIM):
+        if not has_extra(checkpoint.extra, key) and checkpoint.has(Section.OPTIM):
             yield f"it has no {key}: {flavor.name} {what}"
 
 
@@ -251,9 +256,16 @@ def data_position_changes(checkpoint: Checkpoint, flavor: Flavor, ranks: int) ->
 
 
 def names_beside(checkpoint: Checkpoint, sources: Sources) -> frozenset[str]:
-    """The names in the directory of ``checkpoint``; none if it is one file."""
-    entries = sources.list_directory(checkpoint.origin.directory) if checkpoint.origin.directory else []
-    return frozenset(entry.name for entry in entries)
+    """The names in the directory of ``checkpoint``, and the paths of files in those directories that its framework
+    keeps beside the state; none if it is one file.
+    """
+    directory, flavor = checkpoint.origin.directory, flavor_named(checkpoint.flavor)
+    if not directory:
+        return frozenset()
+    names = [entry.name for entry in sources.list_directory(directory)]
+    for side in flavor.side_directories if flavor is not None else ():
+        names += files_below(directory, f"{side}/", sources)
+    return frozenset(names)
 
 
 def ranks_that_saved(checkpoint: Checkpoint, names: Collection[str]) -> int | None:

@@ -1,4 +1,5 @@
 """Lays out safetensors files: one file, or shards of model, optimizer and extras with Hugging Face's index beside them.
+With a ``path`` the shards have the names of DCP's own writer, and no index (``hf_storage.py``, ``save_distributed``).
 
 ``formats.safetensors`` describes how ``__metadata__`` holds values that are not tensors. Tied weights are stored once.
 Tensors are sorted by element size, largest first, so that every one is aligned without the gaps that the format
@@ -56,7 +57,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     if single_file:
         optim = others = model
     casts, cast_notes = dtypes.casts(checkpoint)
-    notes = cast_notes + notes + _model(checkpoint, model, dtypes, sections=sections)
+    notes = cast_notes + notes + _model(checkpoint, model, dtypes, sections=sections, once=not spec.path)
     _optim(checkpoint, optim, casts, sections=sections)
     if extra and not spec.weights_only:
         others.document["extra"] = _encode(extra, others, "extra")
@@ -70,7 +71,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     _refuse(groups)
     if single_file:
         return Target([_file("", list(model.tensors), model, first=True)], notes=notes)
-    return Target([file for group in groups for file in _shards(group, spec.max_shard_size)], notes=notes)
+    files = [file for group in groups for file in _shards(group, spec.max_shard_size, spec.path)]
+    return Target(files, notes=notes)
 
 
 def _note_extras(extra: dict[Key, Value], group: _Group, *, single_file: bool) -> Note:
@@ -83,12 +85,14 @@ def _note_extras(extra: dict[Key, Value], group: _Group, *, single_file: bool) -
     return Note("carried", f"what is neither model nor optimizer is in {where}: {', '.join(names)}", keys=names)
 
 
-def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool) -> list[Note]:
-    """The model section's tensors and document entries; notes the tied weights."""
+def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool, once: bool) -> list[Note]:
+    """The model section's tensors and document entries; notes the tied weights, of which only one is stored if
+    ``once``.
+    """
     model = checkpoint.model
     if model is None:
         return []
-    tied = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
+    tied = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)]) if once else {}
     stored: dict[Tensor, str] = {}
     aliases: dict[str, Json] = {}
     values: dict[Key, Value] = {}
@@ -96,7 +100,7 @@ def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
         if not isinstance(leaf, Tensor):
             values[fqn] = leaf
             continue
-        first = stored.setdefault(tied.get(leaf, leaf), fqn)
+        first = stored.setdefault(tied.get(leaf, leaf), fqn) if once else fqn
         if first != fqn:
             aliases[fqn] = first
         else:
@@ -205,8 +209,8 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _shards(group: _Group, limit: int) -> list[TargetFile]:
-    """The group's files: one, or several with their index."""
+def _shards(group: _Group, limit: int, prefix: str) -> list[TargetFile]:
+    """The group's files: one, or several with their index. With a ``prefix`` all are numbered, and none is an index."""
     shards: list[list[str]] = [[]]
     room, total = limit, 0
     for key, (tensor, dtype) in group.tensors.items():
@@ -217,10 +221,13 @@ def _shards(group: _Group, limit: int) -> list[TargetFile]:
             room = limit
         shards[-1].append(key)
         room -= nbytes
-    if len(shards) == 1:
+    if len(shards) == 1 and not prefix:
         return [_file(f"{group.stem}.safetensors", shards[0], group, first=True)]
-    names = [f"{group.stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    stem = f"{prefix}{group.stem}"
+    names = [f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     files = [_file(name, keys, group, first=name is names[0]) for name, keys in zip(names, shards, strict=True)]
+    if prefix:
+        return files
     weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
     index = TargetFile(f"{group.stem}.safetensors.index.json")
     index.add_literal(

@@ -18,7 +18,7 @@ from tests.ir.checkpoints import with_origin
 
 FULL, SHARDED, FLATTENED = Layout.FULL, Layout.SHARDED, Layout.FLATTENED
 TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
-FLATTENED_KEYS = ("torchtitan", "torchtitan-old")
+FLATTENED_KEYS = frozenset(flavor.name for flavor in FLAVORS for form in flavor.forms if form.flattened)
 
 
 def source(flavor: str, layout: Layout, container: Container, *, optim: bool = True) -> Checkpoint:

@@ -59,6 +59,30 @@ def test_the_keys_of_a_dcp_directory_tell_frameworks_of_equal_files_apart(
 
 
 @pytest.mark.parametrize(
+    ("names", "keys", "model", "optim", "flavor"),
+    [
+        ([DCP], ["app"], ("app", "model"), ("app", "optimizers"), "prime-rl"),
+        ([DCP], ["app"], ("app", "model"), ("app", "optim"), None),  # as PyTorch's tutorial saves it
+        (["weights", "optimizer"], ["optim"], ("model",), ("optim", "optim"), "nemo-rl-v1"),
+        (["weights", "optimizer"], ["sched", "optim"], (), ("optim",), "nemo-rl"),
+        (["weights", "optimizer"], ["optim"], ("model",), ("optim",), None),  # as anybody names directories
+        (["model", "optimizer"], [], ("model_state", "model"), ("optim_state", "optim"), "slime"),
+        (["model", "optimizer"], [], ("model",), ("optim",), None),
+        (["model_and_optim", "train"], [], ("model",), ("optim",), "olmo-core"),
+        ([DCP, "extra_state"], [], ("model",), ("optimizer",), "veomni"),
+        ([DCP], ["epochs_run", "max_steps_per_epoch"], ("model",), ("optimizer",), "torchtune"),
+        (["model_world_size_2_rank_0.pt", "fsdp_config.json"], ["fsdp_strategy", "client_state"], (), (), "skyrl"),
+        (["model_world_size_2_rank_0.pt", "fsdp_config.json"], ["lr_scheduler", "rng"], (), (), "verl"),
+    ],
+)
+def test_the_place_of_the_optimizer_tells_frameworks_apart_that_save_in_the_same_files(
+    names: list[str], keys: list[str], model: tuple[str, ...], optim: tuple[str, ...], flavor: str | None
+) -> None:
+    found = recognise(names, directory="/run/here", keys=keys, model=model, optim=optim)
+    assert (found.name if found is not None else None) == flavor
+
+
+@pytest.mark.parametrize(
     "names", [[DCP], ["model.safetensors"], ["model_world_size_2_rank_0.pt"], ["optimizer.bin"], []]
 )
 def test_files_that_several_frameworks_write_name_none(names: list[str]) -> None:

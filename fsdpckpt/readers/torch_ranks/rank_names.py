@@ -175,7 +175,7 @@ def check_names(
     for rank, path in sorted(paths.items()):
         name = file_name(path)
         stem = name.rpartition(".")[0]
-        if copied_by_rank(name):
+        if copied_by_rank(path):
             continue
         was = top_folder(sources.open(path))
         named, saved = named_rank(stem), named_rank(was)
