@@ -419,7 +419,7 @@ def open(  # noqa: A001  # the contract's name
     record, and of each file in ``fsdpckpt.json``, of which a part is asked for, once. Raises SourceError.
     """
     from fsdpckpt.execute.read_check import ReadCheck
-    from fsdpckpt.ir.invariants import fatal
+    from fsdpckpt.ir.fatal import fatal
     from fsdpckpt.lazy import LazyCheckpoint
     from fsdpckpt.verify.elements import without_repeats
 
@@ -427,8 +427,9 @@ def open(  # noqa: A001  # the contract's name
     with ExitStack() as until_opened:
         sources = until_opened.enter_context(Sources())
         (checkpoint,) = _open_all([source], sources, options.units, options.ignore_file)
-        damaged = [problem for problem in checkpoint.problems if problem.kind == "checksum" and problem.fatal]
-        if damaged:  # of files that say where everything is
+        changed = checkpoint.origin.changed  # of files that say where everything is
+        damaged = [problem for problem in checkpoint.problems if problem.fatal and problem.file in changed]
+        if damaged:
             raise fatal(damaged, source=checkpoint.source)
         named = _name_slices(without_repeats(checkpoint, sources), sources, options)
         lazy = LazyCheckpoint(named, ReadCheck(named, sources, everything=verify))

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overlo
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, require_torch
 from fsdpckpt.ir import SectionName
+from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Box, Boxes, Tensor
+from fsdpckpt.ir.tensors import Box, Boxes, PerRank, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.notebook import table
 from fsdpckpt.text import plural, shape_text, size_text, truncate
@@ -166,8 +167,10 @@ class LazyTensor:
 
     def _require_one_copy(self) -> None:
         """Raises NeedsInformationError if ranks hold different copies, and nothing says that it is a buffer."""
-        for problem in self._checkpoint.problems:
-            if problem.kind == "copies" and problem.section == self._named.section and problem.key == self._named.key:
+        if not isinstance(self._named.tensor.cut, PerRank):
+            return
+        for problem in undecided_copies(self._checkpoint):
+            if problem.section is self._named.section and problem.key == self._named.key:
                 raise NeedsInformationError(
                     problem.message,
                     key=problem.key,

@@ -115,6 +115,7 @@ def _refused_document(source: str, error: FsdpckptError) -> dict[str, object]:
 
 def _document(result: Verification) -> dict[str, object]:
     document = {"source": result.source, "whole": result.whole, **asdict(result)}
+    document["problems"] = [problem.to_json() for problem in result.problems]
     found = result.resumption
     if found is None:
         del document["resumption"]

@@ -30,7 +30,6 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
 
 _FILES = (".toml", ".json")
-_SAID_AGAIN = ("missing-state", "undetermined", "unused")
 
 
 def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Draft:
@@ -83,9 +82,6 @@ def _mapped(
         for name, leaf in model.params.items() if model is not None else ():
             if isinstance(leaf, Tensor):
                 shapes[name] = leaf.shape
-    # What is said of names is said again of the new ones.
-    notes = tuple(note for note in checkpoint.ledger.notes if note.kind not in _SAID_AGAIN)
-    checkpoint = replace(checkpoint, ledger=replace(checkpoint.ledger, notes=notes))
     return apply_map(checkpoint, layout_map, values, Reading(number, equal), shapes)
 
 

@@ -78,9 +78,18 @@ TO_FLATTENED: tuple[Step, ...] = (
 """From whole tensors to what FSDP1 flattens: still whole tensors, with units. The writer cuts them."""
 
 
+_OF_FINAL_NAMES = (note_unused, fill_states, note_unproved_cuts)
+"""Steps after the map: what they say of names they say of the new ones."""
+
+BEFORE_MAP: tuple[Step, ...] = tuple(
+    step for step in (*TO_WHOLE_TENSORS, *TO_FULL_OR_SHARDED) if step not in _OF_FINAL_NAMES
+)
+"""From any source to the whole tensors that ``--map`` takes."""
+
+
 def map_parameters(draft: Draft, decision: Decision) -> Draft:
     """With ``--map``: read the source as whole tensors by name, and go on with the model that the map makes of it."""
-    return mapped_after((*TO_WHOLE_TENSORS, *TO_FULL_OR_SHARDED), draft, decision)
+    return mapped_after(BEFORE_MAP, draft, decision)
 
 
 def transform_sections(draft: Draft, decision: Decision) -> Draft:

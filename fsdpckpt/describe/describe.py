@@ -107,7 +107,7 @@ class Description:
             "param_groups": [json_value(group) for group in (optim.param_groups or [])] if optim is not None else [],
             "named": [_named_json(named) for named in checkpoint.named],
             "extra": extra_json(checkpoint),
-            "problems": [json_value(asdict(problem)) for problem in checkpoint.problems],
+            "problems": [json_value(problem.to_json()) for problem in checkpoint.problems],
             "notes": [_note_json(note) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],

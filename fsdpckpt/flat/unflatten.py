@@ -20,7 +20,7 @@ from fsdpckpt.flat.slices import is_number_per_rank, is_step, slice_lengths
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.invariants import fatal
+from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, MemberNumber, Optimizer, ParamKey, renumbered
 from fsdpckpt.ir.parameters import Parameter

@@ -18,13 +18,15 @@ from dataclasses import replace
 
 from fsdpckpt.globs import matches_any
 from fsdpckpt.ir.attached_states import param_keys
-from fsdpckpt.ir.checkpoint import Checkpoint, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Problem, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import PerRank, Tensor
 from fsdpckpt.ir.values import Value
 
 NO_BUFFERS = ("none",)
 """What ``--buffers`` says when every model key that may be a parameter is one."""
+
+UNKNOWN_COPIES = "nothing says whether they are a buffer's, or parts, or each rank's own"
 
 _COUNTER = "num_batches_tracked"
 _STATISTICS = frozenset({_COUNTER, "running_mean", "running_var"})
@@ -72,11 +74,18 @@ def _is_counter(leaf: Tensor | Value) -> bool:
 
 def with_named_buffers(checkpoint: Checkpoint, globs: Sequence[str]) -> Checkpoint:
     """``checkpoint`` without the problems that ``globs``, those of ``--buffers``, settle."""
-    known = known_buffers(checkpoint, globs)
-    problems = [each for each in checkpoint.problems if each.kind != "copies" or each.key not in known]
-    if len(problems) == len(checkpoint.problems):
+    per_rank = _per_rank(checkpoint)
+    known = known_buffers(checkpoint, globs) & per_rank.keys() if per_rank else frozenset()
+    if checkpoint.model is None or not known:
         return checkpoint
-    return replace(checkpoint, ledger=replace(checkpoint.ledger, problems=tuple(problems)))
+    buffers: dict[str, Tensor | Value] = {}
+    for key in known:
+        leaf, cut = per_rank[key]
+        buffers[key] = replace(leaf, cut=replace(cut, buffer=True))
+    settled = set(undecided_copies(checkpoint)) - set(undecided_copies(checkpoint, globs))
+    problems = tuple(problem for problem in checkpoint.problems if problem not in settled)
+    model = ModelState({**checkpoint.model.params, **buffers}, checkpoint.model.metadata)
+    return replace(checkpoint, model=model, ledger=replace(checkpoint.ledger, problems=problems))
 
 
 def undecided_copies(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> Iterator[Problem]:
@@ -84,10 +93,27 @@ def undecided_copies(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> Itera
 
     It stops a conversion only as long as ``--buffers`` does not settle it: so it is not fatal.
     """
-    params = checkpoint.model.params if checkpoint.model is not None else {}
-    per_rank = {key: leaf for key, leaf in params.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, PerRank)}
+    per_rank = _per_rank(checkpoint)
     buffers = known_buffers(checkpoint, globs) if per_rank else frozenset()
-    for key, leaf in per_rank.items():
-        if key not in buffers:
-            held = f"each rank holds {list(leaf.shape)}, and nothing says whether that is all of it"
-            yield Problem("copies", f"model {key}: {held}", fatal=False, key=key, section=Section.MODEL)
+    for key, (leaf, cut) in per_rank.items():
+        if key in buffers or cut.buffer:
+            continue
+        held = f"each rank holds {list(leaf.shape)}, and nothing says whether that is all of it"
+        if cut.differing is not None:
+            held = copies_differ(*cut.differing, UNKNOWN_COPIES)
+        rank = None if cut.differing is None else cut.differing[1]
+        yield Problem("copies", f"model {key}: {held}", fatal=False, key=key, rank=rank, section=Section.MODEL)
+
+
+def copies_differ(first_rank: int, rank: int, consequence: str) -> str:
+    return f"the copies of rank {first_rank} and of rank {rank} differ, and {consequence}"
+
+
+def _per_rank(checkpoint: Checkpoint) -> dict[str, tuple[Tensor, PerRank]]:
+    """The tensors of the model that ranks may hold differently."""
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    return {
+        key: (leaf, leaf.cut)
+        for key, leaf in params.items()
+        if isinstance(leaf, Tensor) and isinstance(leaf.cut, PerRank)
+    }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
-from fsdpckpt.ir.buffers import NO_BUFFERS, known_buffers, trained_keys
+from fsdpckpt.ir.buffers import NO_BUFFERS, UNKNOWN_COPIES, copies_differ, known_buffers, trained_keys
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     ChunkChecksums,
@@ -18,15 +20,57 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import Boxes, Int64Array, Sharded, Tensor, first_equal
+from fsdpckpt.ir.tensors import Boxes, Int64Array, PerRank, Sharded, Tensor, first_equal
 from fsdpckpt.ir.values import Value
 
 
-def contradicting_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Of the model's plain tensors, those of which no rank's copy can be taken, as far as checksums show it.
+class Meaning(Enum):
+    """What it means that two ranks have different copies of a tensor."""
 
-    What an option may settle is not fatal.
+    CONTRADICTION = auto()  # they must be the same
+    BUFFER = auto()  # the first is taken
+    OPEN = auto()  # they may be a buffer's, or parts, or each rank's own
+
+
+class DifferentCopies(NamedTuple):
+    """``rank`` has another copy of a tensor than ``first_rank``. ``why``: what it means, for people."""
+
+    named: NamedTensor
+    first_rank: int
+    rank: int
+    meaning: Meaning
+    why: str
+
+    def problem(self) -> Problem:
+        """Fatal, unless it is a buffer."""
+        named, is_open = self.named, self.meaning is Meaning.OPEN
+        message = f"{named.section} {named.key}: {copies_differ(self.first_rank, self.rank, self.why)}"
+        fatal = self.meaning is not Meaning.BUFFER
+        kind: ProblemKind = "copies" if is_open else "replica"
+        return Problem(kind, message, fatal=fatal, key=named.key, rank=self.rank, section=named.section)
+
+
+def mark_open_copies(checkpoint: Checkpoint) -> None:
+    """Mark the tensors of the model of which ranks have different copies, as far as checksums show it, and nothing says
+    why.
     """
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    for different in _of_plain_tensors(checkpoint):
+        if different.meaning is Meaning.OPEN:
+            cut = PerRank((different.first_rank, different.rank))
+            params[different.named.param] = replace(different.named.tensor, cut=cut)
+
+
+def contradicting_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Of the model's plain tensors, those of which no rank's copy can be taken, as far as checksums show it, but for
+    those of which ``ir.buffers.undecided_copies`` says it.
+    """
+    for different in _of_plain_tensors(checkpoint):
+        if different.meaning is Meaning.CONTRADICTION:
+            yield different.problem()
+
+
+def _of_plain_tensors(checkpoint: Checkpoint) -> Iterator[DifferentCopies]:
     params = checkpoint.model.params if checkpoint.model is not None else {}
     plain: dict[str, Tensor | Value] = {
         key: leaf
@@ -37,13 +81,11 @@ def contradicting_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
         return
     judge = CopiesJudge(checkpoint, (), trained_keys(checkpoint))
     alone = replace(checkpoint, model=ModelState(plain), optim=None, named=(), extra={}, rank_extra=())
-    for problem in differing_copies(alone, judge):
-        if problem.fatal:
-            yield replace(problem, fatal=problem.kind != "copies")
+    yield from differing_copies(alone, judge)
 
 
-def differing_copies(checkpoint: Checkpoint, judge: CopiesJudge) -> Iterator[Problem]:
-    """A problem for each tensor of the model or the optimizer of which two ranks have different copies.
+def differing_copies(checkpoint: Checkpoint, judge: CopiesJudge) -> Iterator[DifferentCopies]:
+    """Each tensor of the model or the optimizer of which two ranks have different copies.
 
     Compares the CRC-32s in the source's files; ``unsummed_copies`` lists what has none.
     """
@@ -55,7 +97,7 @@ def differing_copies(checkpoint: Checkpoint, judge: CopiesJudge) -> Iterator[Pro
         differing = np.flatnonzero((crcs >= 0) & (crcs[first] >= 0) & (crcs != crcs[first]))
         if len(differing):
             ranks = named.tensor.chunks.rank
-            yield judge.problem(named, int(ranks[rows[first[differing[0]]]]), int(ranks[rows[differing[0]]]))
+            yield judge.judge(named, int(ranks[rows[first[differing[0]]]]), int(ranks[rows[differing[0]]]))
 
 
 def unsummed_copies(checkpoint: Checkpoint) -> list[NamedTensor]:
@@ -76,9 +118,9 @@ def unsummed_copies(checkpoint: Checkpoint) -> list[NamedTensor]:
 class CopiesJudge:
     """Says what it means that two ranks have different copies of a tensor.
 
-    Fatal if ranks must agree: for optimizer states, trained parameters, and shards that have replicas. Of a known
-    buffer the first copy is taken. Of any other tensor of the model nothing says whether the copies are parts, or each
-    rank's own: a problem of kind "copies". ``buffers``: the globs of ``--buffers``; ``trained``: the names of trained
+    A contradiction if ranks must agree: of optimizer states, trained parameters, and shards that have replicas. Of a
+    known buffer the first copy is taken. Of any other tensor of the model nothing says whether the copies are parts, or
+    each rank's own. ``buffers``: the globs of ``--buffers``; ``trained``: the names of trained
     parameters, also where ``checkpoint`` has no optimizer any more.
     """
 
@@ -87,21 +129,17 @@ class CopiesJudge:
         self._trained = {name for key in trained for name in (clean(key), clean(key).removeprefix("module."))}
         self._no_buffers = tuple(buffers) == NO_BUFFERS
 
-    def problem(self, named: NamedTensor, first_rank: int, rank: int) -> Problem:
-        """The problem of ``named``, of which ``rank`` has another copy than ``first_rank``."""
-        kind: ProblemKind = "replica"
+    def judge(self, named: NamedTensor, first_rank: int, rank: int) -> DifferentCopies:
+        """What it means that ``rank`` has another copy of ``named`` than ``first_rank``."""
         of_model = named.section is Section.MODEL and named.state is None
         parameter = of_model and (self._no_buffers or clean(named.param) in self._trained)
-        fatal = named.section is Section.OPTIM or bool(named.tensor.sharded) or parameter
-        if fatal:
-            consequence = "it is a parameter" if parameter else "they are replicas"
+        if named.section is Section.OPTIM or bool(named.tensor.sharded) or parameter:
+            meaning, why = Meaning.CONTRADICTION, "it is a parameter" if parameter else "they are replicas"
         elif not of_model or named.param in self._buffers:
-            consequence = "the first is taken"
+            meaning, why = Meaning.BUFFER, "the first is taken"
         else:
-            kind, fatal = "copies", True
-            consequence = "nothing says whether they are a buffer's, or parts, or each rank's own"
-        message = f"{named.section} {named.key}: the copies of rank {first_rank} and of rank {rank} differ, and "
-        return Problem(kind, message + consequence, fatal=fatal, key=named.key, rank=rank, section=named.section)
+            meaning, why = Meaning.OPEN, UNKNOWN_COPIES
+        return DifferentCopies(named, first_rank, rank, meaning, why)
 
 
 def _copied(checkpoint: Checkpoint) -> Iterator[tuple[NamedTensor, Int64Array, Int64Array]]:

@@ -5,7 +5,7 @@ It is written for people, and only added to. What code needs to know is a field 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Final, Literal, TypeAlias
 
@@ -37,7 +37,8 @@ ProblemKind: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a checkpoint. ``fatal``: converting it would lose or invent data.
+    """Something wrong with a checkpoint. ``fatal``: converting it would lose or invent data. ``loads``: whether PyTorch
+    loads it as it is.
 
     ``section``: None if the whole checkpoint is concerned. A conversion that leaves a section out ignores its problems.
     """
@@ -49,9 +50,14 @@ class Problem:
     key: str | None = None
     rank: int | None = None
     section: Section | None = None
+    loads: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", Message(self.message))
+
+    def to_json(self) -> dict[str, object]:
+        """What users may rely on."""
+        return {name: value for name, value in asdict(self).items() if name != "loads"}
 
 
 @dataclass(frozen=True, slots=True)

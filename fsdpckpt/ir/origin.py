@@ -52,8 +52,8 @@ class LeftOut:
 class Origin:
     """``container``: one of ``Container``, or the name of a format that can only be read. ``directory``: where it was
     found, at ``source`` or below; "" for one file. ``manifest``: that of the directory, if this program wrote it.
-    ``units_from``: the file that the units beside it come from; ``units_refused``: why others beside it are not used.
-    ``ignored``: the files and directories below
+    ``changed``: the small files that are not what the manifest records. ``units_from``: the file that the units beside
+    it come from; ``units_refused``: why others beside it are not used. ``ignored``: the files and directories below
     ``source`` that the user asked to leave out, as relative paths.
 
     ``nesting``: the path of keys to each main section in its file or DCP directory. ``flattened_keys``: whether the
@@ -73,6 +73,7 @@ class Origin:
     world_size: int
     directory: str = ""
     manifest: Manifest | None = None
+    changed: tuple[str, ...] = ()
     units_from: str = ""
     units_refused: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

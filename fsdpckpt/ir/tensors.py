@@ -191,10 +191,16 @@ class OneSlice:
 class PerRank:
     """What each rank saved under one name of a model of which other tensors are parts: copies of all of it, or each
     rank's own part. Nothing in the source says which.
+
+    ``differing``: two ranks whose copies are known to differ. ``buffer``: whether the user says that it is a buffer, of
+    which ranks have their own copies.
     """
 
+    differing: tuple[int, int] | None = None
+    buffer: bool = False
+
     def __str__(self) -> str:
-        return "whole, or each rank's part"
+        return "whole" if self.buffer else "whole, or each rank's part"
 
 
 _WHOLE = Whole()

@@ -28,6 +28,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
+from fsdpckpt.ir.copies import mark_open_copies
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.origin import LeftOut
 from fsdpckpt.ir.tensors import Tensor
@@ -70,12 +71,13 @@ def open_checkpoint(
     units: Units | None = None,
     ignore_file: tuple[str, ...] = (),
     as_dcp: bool = False,
+    compare_config: bool = True,
 ) -> Checkpoint:
     """Read everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
     ``units``: the order of each rank's optimizer, used if no units are found beside the checkpoint. ``ignore_file``:
     globs of files and directories to leave out; the caller then calls ``require_matches``. For ``locate``, ``only`` and
-    ``as_dcp`` see ``ReadOptions``.
+    ``as_dcp`` see ``ReadOptions``. ``compare_config``: whether a ``config.json`` beside the weights must describe them.
 
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
     candidates), and what the readers raise. Problems that do not prevent reading are in ``Checkpoint.problems``.
@@ -86,16 +88,26 @@ def open_checkpoint(
     if entry is None:
         raise missing(source)
     remaining = RemainingSources(sources, source, ignore_file)
-    opening = _Opening(source, remaining, ReadOptions(locate, only, as_dcp), units)
+    opening = _Opening(source, remaining, ReadOptions(locate, only, as_dcp), units, compare_config=compare_config)
     with without_collection():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
         checkpoint.origin = replace(checkpoint.origin, ignored=tuple(remaining.ignored))
+        mark_open_copies(checkpoint)
         checkpoint.ledger = checkpoint.ledger.with_problems(*problems(checkpoint))
     return checkpoint
 
 
 class _Opening:
-    def __init__(self, source: str, sources: RemainingSources, options: ReadOptions, units: Units | None) -> None:
+    def __init__(
+        self,
+        source: str,
+        sources: RemainingSources,
+        options: ReadOptions,
+        units: Units | None,
+        *,
+        compare_config: bool,
+    ) -> None:
+        self.compare_config = compare_config
         self.source = source
         self.sources = sources
         self.options = options
@@ -133,7 +145,7 @@ class _Opening:
         if units is not None:
             with_units(checkpoint, units)
         with_manifest_beside(checkpoint, self.source, self.sources.all)
-        if HUGGING_FACE_WEIGHTS.fullmatch(entry.name) and not is_url(self.source):
+        if self.compare_config and HUGGING_FACE_WEIGHTS.fullmatch(entry.name) and not is_url(self.source):
             parent = os.path.dirname(self.source) or "."
             names = [each.name for each in self.sources.list_directory(parent)]
             checkpoint.ledger = checkpoint.ledger.with_problems(
@@ -183,7 +195,9 @@ class _Opening:
         with_manifests_of_parts(checkpoint, found.path, self.sources.all)
         absent = missing_sections(checkpoint, found.names)
         unfinished = [problem for entry in found.unfinished if (problem := _unfinished(entry, checkpoint)) is not None]
-        contradicted = config_problems(checkpoint, found.path, found.names, self.sources)
+        contradicted: list[Problem] = []
+        if self.compare_config:
+            contradicted = config_problems(checkpoint, found.path, found.names, self.sources)
         checkpoint.ledger = checkpoint.ledger.with_problems(*(unfinished or absent), *contradicted)
         account = self.book.account(read, self.files.files(), self.sources)
         checkpoint.ledger = replace(checkpoint.ledger, account=account)

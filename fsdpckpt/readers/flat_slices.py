@@ -250,15 +250,12 @@ def _take_differing_orders(tree: Tree, groups: KeyPath, label: str) -> Problem |
 
 
 def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:
-    """Drop problems of missing keys: with use_orig_params=True a rank has no entry for a parameter it holds
+    """No key below ``states`` is missing: with use_orig_params=True a rank has no entry for a parameter it holds
     no part of.
     """
-    prefix = ".".join(map(str, (*states, "")))
-    tree.problems = [
-        problem
-        for problem in tree.problems
-        if problem.kind != "missing-key" or not (problem.key or "").startswith(prefix)
-    ]
+    tree.missing = {
+        path: problem for path, problem in tree.missing.items() if path[: len(states)] != states or path == states
+    }
 
 
 def _prefer_values_of_holders(tree: Tree, optim: Optimizer, states: KeyPath) -> None:

@@ -266,7 +266,7 @@ def _notes(part: ReadPart) -> list[Note]:
 
 def _problems(part: ReadPart) -> list[Problem]:
     """The problems of the tree, and values of the model or the optimizer that differ between ranks."""
-    problems = list(part.tree.problems)
+    problems = [*part.tree.problems, *part.tree.missing.values()]
     for path, values in part.tree.rank_values.items():
         if part.sections.overlaps(path):
             key = dotted(path)

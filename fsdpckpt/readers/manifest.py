@@ -205,6 +205,7 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
     contradictions = _contradictions(manifest, present, checkpoint, sources)
     checkpoint.ledger = checkpoint.ledger.with_problems(*check_listing(manifest, present), *contradictions)
     if contradictions:
+        _enter_changed(checkpoint, contradictions)
         return checkpoint
     if read.units is not None:  # they were written with these very files
         with_units(checkpoint, read.units)
@@ -262,8 +263,9 @@ def _add_manifest(
     checkpoint.ledger = checkpoint.ledger.with_problems(*read.problems)
     if manifest is None or not manifest.files:
         return
-    problems = (*check_listing(manifest, present), *_contradictions(manifest, present, checkpoint, sources))
-    checkpoint.ledger = checkpoint.ledger.with_problems(*problems)
+    contradictions = _contradictions(manifest, present, checkpoint, sources)
+    checkpoint.ledger = checkpoint.ledger.with_problems(*check_listing(manifest, present), *contradictions)
+    _enter_changed(checkpoint, contradictions)
     folder = manifest.directory.removeprefix(top).strip("/")
     files = {posixpath.join(folder, name): listed for name, listed in manifest.files.items()}
     whole = checkpoint.origin.manifest
@@ -329,6 +331,11 @@ def _contradictions(
             )
             problems.append(Problem("checksum", message, file=source.path))
     return problems
+
+
+def _enter_changed(checkpoint: Checkpoint, contradictions: Sequence[Problem]) -> None:
+    changed = (*checkpoint.origin.changed, *(problem.file for problem in contradictions if problem.file is not None))
+    checkpoint.origin = replace(checkpoint.origin, changed=changed)
 
 
 def _crc(source: ByteSource) -> int:

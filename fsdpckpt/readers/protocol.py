@@ -204,7 +204,8 @@ class Tree:
 
     ``rank_values``: for rank files, the leaves (values, and plain tensors of extras) that differ between ranks: path ->
     value of each rank, index = rank (None if that rank has no such key). ``root`` has rank 0's. ``absences``: keys of
-    the same files that some ranks lack: path -> those ranks. ``checksums``: CRC-32 records of its files.
+    the same files that some ranks lack: path -> those ranks. ``missing``: keys that a rank lacks although it should
+    hold a part of them: path -> what is wrong then. ``checksums``: CRC-32 records of its files.
     ``differs``: reads a vector that several ranks have whole, and tells whether its bytes differ between them.
     ``world_size``: how many ranks wrote it, from the metadata. ``container``: one of ``ir.checkpoint.Container``, or
     the name of a format that can only be read. ``evidence``: why the files were recognised. ``devices``: the device
@@ -220,6 +221,7 @@ class Tree:
     world_size: int
     rank_values: dict[KeyPath, tuple[Value, ...]] = field(default_factory=dict)
     absences: dict[KeyPath, frozenset[int]] = field(default_factory=dict)
+    missing: dict[KeyPath, Problem] = field(default_factory=dict)
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
     differs: Callable[[Tensor], bool] = lambda _: False
     evidence: list[Evidence] = field(default_factory=list)

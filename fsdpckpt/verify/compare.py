@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
 
+from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
 from fsdpckpt.ir.names import under_first_names
 from fsdpckpt.ir.optimizer import ParamKey
@@ -30,7 +31,7 @@ def _one_of_several_copies(sides: Iterable[Checkpoint]) -> list[str]:
     """A note for each side of whose tensors ranks hold different copies, or perhaps parts."""
     notes: list[str] = []
     for side in sides:
-        keys = [str(problem.key) for problem in side.problems if problem.kind == "copies"]
+        keys = [str(problem.key) for problem in undecided_copies(side)]
         if keys:
             notes.append(f"{side.source}: only the lowest rank's copy is compared of {some_of(keys, 5)}")
     return notes

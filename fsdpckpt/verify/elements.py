@@ -28,6 +28,7 @@ from fsdpckpt.ir.checkpoint import (
     problem_of,
 )
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
+from fsdpckpt.ir.invariants import coverage
 from fsdpckpt.ir.tensors import Box, Tensor, first_equal
 from fsdpckpt.ir.values import Value
 from fsdpckpt.progress import NO_PROGRESS, Progress
@@ -302,9 +303,11 @@ def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
 
     Reads only the overlaps. Raises SourceCorruptError if a file ends too early.
     """
-    overlapping = [problem for problem in checkpoint.problems if problem.kind == "overlap"]
     model = checkpoint.model
-    if checkpoint.container != Container.SAFETENSORS or not overlapping or model is None:
+    if checkpoint.container != Container.SAFETENSORS or not checkpoint.problems or model is None:
+        return checkpoint
+    overlapping = [problem for flaw, problem in coverage(checkpoint) if flaw.kind == "overlap"]
+    if not overlapping:
         return checkpoint
     if any(problem.section is not Section.MODEL for problem in overlapping):
         return checkpoint

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.flags import Message
 from fsdpckpt.ir import invariants
-from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
+from fsdpckpt.ir.buffers import known_buffers, undecided_copies, with_named_buffers
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, ProblemKind, Section, problem_of
+from fsdpckpt.ir.copies import contradicting_copies
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import ParamKey
@@ -35,8 +36,6 @@ from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
 from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
 from fsdpckpt.verify.repeated import is_endless, nbytes_to_read, stored_nbytes
 from fsdpckpt.verify.resumption import Resumption
-
-_COPIES = frozenset({"copies", "replica"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +146,16 @@ def verify_checkpoint(
     def make_readers() -> tuple[BlockReader, BlockReader]:
         return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
 
-    def read(readers: tuple[BlockReader, BlockReader], number: int) -> tuple[list[Problem], str | None]:
-        """The problems of one tensor, and its digest."""
+    def read(readers: tuple[BlockReader, BlockReader], number: int) -> _ReadTensor:
         named = tensors[number]
         try:
-            of_tensor = check_replicas(readers, named, replicas[number], progress)
-            of_tensor += _not_finite(readers[0], named, progress) if number in searched else []
+            different = check_replicas(readers, named, replicas[number], progress)
+            others = _not_finite(readers[0], named, progress) if number in searched else []
             hashed = digests and not is_endless(named.tensor)
-            return of_tensor, digest(readers[0], named.tensor, progress) if hashed else None
+            sha256 = digest(readers[0], named.tensor, progress) if hashed else None
+            return _ReadTensor(named, different, others, sha256)
         except SourceError as error:
-            return [problem_of("unreadable", [named], error.what, file=error.file)], None
+            return _ReadTensor(named, [], [problem_of("unreadable", [named], error.what, file=error.file)], None)
 
     nbytes = 0
     for number in to_read:
@@ -168,12 +167,13 @@ def verify_checkpoint(
     order = in_file_order([tensors[number].tensor for number in to_read])
     results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
     progress.end()
-    of_tensors = [problem for of_tensor, _ in results for problem in of_tensor]
-    differing = _differing_buffers(checkpoint, of_tensors, buffers)
+    differing = _differing_buffers(checkpoint, results, buffers)
     # The bytes have been compared: what checksums showed of the same tensors is not said twice.
-    compared = {problem.key for problem in of_tensors if problem.kind == "replica"}
-    problems = [each for each in problems if each.kind not in _COPIES or each.key not in compared]
-    problems += [problem for problem in of_tensors if problem not in differing]
+    compared = {each.named.key for each in results if each.different}
+    of_copies = {*undecided_copies(checkpoint), *contradicting_copies(checkpoint)}
+    problems = [each for each in problems if each not in of_copies or each.key not in compared]
+    for each in results:
+        problems += [*([] if each.named.key in differing else each.different), *each.others]
     skipped = {tensors[number].key for number in incomplete}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
     for section in checkpoint.named:
@@ -181,7 +181,7 @@ def verify_checkpoint(
         found = check_steps(alone(checkpoint, section), inside, sources=sources, threads=threads, progress=progress)
         problems += map(section.problem, found)
     problems += _stray_problems(checkpoint)
-    sha256 = dict(zip(to_read, (text for _, text in results), strict=True))
+    sha256 = dict(zip(to_read, (each.sha256 for each in results), strict=True))
     tensor_digests = [
         TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256.get(number))
         for number, named in enumerate(tensors if digests else ())
@@ -204,25 +204,29 @@ def verify_checkpoint(
     )
 
 
-def _differing_buffers(checkpoint: Checkpoint, problems: Sequence[Problem], globs: Sequence[str]) -> list[Problem]:
-    """Those of ``problems`` that say no more than that a known buffer differs between ranks, as FSDP's buffers may.
-    ``globs``: those of ``--buffers``.
-    """
-    if all(problem.kind != "replica" for problem in problems):
+class _ReadTensor(NamedTuple):
+    """What reading one tensor found: copies that are ``different``, ``others`` of its problems, and its digest."""
+
+    named: NamedTensor
+    different: list[Problem]
+    others: list[Problem]
+    sha256: str | None
+
+
+def _differing_buffers(checkpoint: Checkpoint, read: Iterable[_ReadTensor], globs: Sequence[str]) -> list[str]:
+    """The keys of known buffers that differ between ranks, as FSDP's buffers may. ``globs``: those of ``--buffers``."""
+    different = [each.named for each in read if each.different and each.named.section is Section.MODEL]
+    if not different:
         return []
     buffers = set(known_buffers(checkpoint, globs))
     for named in checkpoint.named:
         if named.section is Section.MODEL:
             buffers.update(f"{named.dotted}.{key}" for key in known_buffers(alone(checkpoint, named), globs))
-    return [
-        problem
-        for problem in problems
-        if problem.kind == "replica" and problem.section is Section.MODEL and problem.key in buffers
-    ]
+    return list(dict.fromkeys(named.key for named in different if named.key in buffers))
 
 
-def _buffer_notes(differing: Sequence[Problem]) -> list[str]:
-    keys = list(dict.fromkeys(str(problem.key) for problem in differing))
+def _buffer_notes(keys: Sequence[str]) -> list[str]:
+    """``keys``: of the buffers that differ between ranks."""
     count = plural(len(keys), "buffer", "differ")
     return [f"{count} between ranks, and a conversion takes the lowest rank's copy: {some_of(keys, 5)}"] if keys else []
 

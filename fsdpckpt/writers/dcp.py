@@ -299,7 +299,7 @@ class _Items:
         rank = np.concatenate([each.items.file for each in item_rows] or none)
         order = np.argsort(rank, kind="stable")
         rank = rank[order]
-        kind = np.concatenate([each.kind for each in item_rows] or none)[order]
+        kind = np.concatenate([rows.kind for rows in item_rows] or none)[order]
         box = np.concatenate([each.box for each in item_rows] or none)[order]
         tensor = np.repeat(np.array(tensors, np.int64), counts)[order]
         starts = np.flatnonzero(np.diff(rank, prepend=-1)).tolist()

@@ -21,7 +21,8 @@ RANKS = 3
 
 
 def differing_copies(held: Checkpoint, buffers: tuple[str, ...] = ()) -> list[Problem]:
-    return list(copies_judged(held, CopiesJudge(held, buffers, trained_keys(held))))
+    judged = copies_judged(held, CopiesJudge(held, buffers, trained_keys(held)))
+    return [different.problem() for different in judged]
 
 
 def copies(*shape: int) -> Tensor:

@@ -19,8 +19,9 @@ from fsdpckpt.ir import coverage, invariants
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin, Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.files import Stored
-from fsdpckpt.ir.invariants import fatal, problems
+from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
 

@@ -571,3 +571,26 @@ def leaves_of(content: Any) -> list[Tensor]:
     if isinstance(content, (ModelState, Optimizer)):
         content = section_dict(content)
     return [leaf for _, leaf in leaf_tensors(content)] if content is not None else []
+
+
+def test_each_of_several_flattened_optimizers_says_that_its_groups_were_rebuilt() -> None:
+    root = {
+        "model": MODEL,
+        "gen_optim": flattened(GROUPS, STATE),
+        "disc_optim": {"state": STATE, "param_groups": GROUPS},
+    }
+    found = split(root)
+    rebuilt = {named.name: named.content.rebuilt for named in found.named if isinstance(named.content, Optimizer)}
+    assert rebuilt == {"gen_optim": True, "disc_optim": False}
+
+
+def test_what_is_known_of_an_optimizer_holds_for_what_is_made_of_it() -> None:
+    optim = replace(Optimizer.of({"w": {"exp_avg": M}}, [{"params": ["w"]}]), rebuilt=True, doubt="sorted")
+    made = [
+        optim.with_groups([{"params": ["w"], "lr": 1.0}]),
+        optim.with_state({}),
+        optim.renamed({"w": "v"}),
+        optim.map_tensors(lambda tensor: tensor),
+        optim.remade({}, None, {}),
+    ]
+    assert [(each.rebuilt, each.doubt) for each in made] == [(True, "sorted")] * len(made)

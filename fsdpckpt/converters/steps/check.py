@@ -8,7 +8,8 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.errors import SourceMissingError, SourceUnsupportedError
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.invariants import fatal
+from fsdpckpt.ir.fatal import fatal
+from fsdpckpt.ir.invariants import state_completeness
 from fsdpckpt.options import MissingState
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -54,8 +55,8 @@ def _with_odd_states(checkpoint: Checkpoint) -> Checkpoint:
     without_state = {str(key) for key in optim.all_keys() if not optim.state.get(key)}
     odd = [
         problem.message
-        for problem in checkpoint.problems
-        if problem.kind == "state" and not problem.fatal and problem.key not in without_state
+        for problem in state_completeness(optim)
+        if not problem.fatal and problem.key not in without_state
     ]
     if not odd:
         return checkpoint

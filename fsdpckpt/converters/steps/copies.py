@@ -11,8 +11,8 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.buffers import known_buffers, trained_keys, undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem
-from fsdpckpt.ir.copies import CopiesJudge, differing_copies, unsummed_copies
-from fsdpckpt.ir.invariants import fatal
+from fsdpckpt.ir.copies import CopiesJudge, DifferentCopies, Meaning, differing_copies, unsummed_copies
+from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.tensors import PerRank, Tensor, Whole
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -40,15 +40,15 @@ def _with_equal_copies(
     ``trained``: see ``CopiesJudge``; ``buffers``: the globs of ``--buffers``. Also returns whether these were needed.
     """
     judge = CopiesJudge(checkpoint, buffers, trained)
-    problems = [*differing_copies(checkpoint, judge), *_differing_bytes(checkpoint, judge, sources)]
-    wrong = [problem for problem in problems if problem.fatal and problem.kind != "copies"]
+    found = [*differing_copies(checkpoint, judge), *_differing_bytes(checkpoint, judge, sources)]
+    wrong = [each.problem() for each in found if each.meaning is Meaning.CONTRADICTION]
     if wrong:
         raise fatal(wrong, source=checkpoint.source)
     open_cases = {problem.key: problem for problem in undecided_copies(checkpoint, buffers)}
-    open_cases |= {problem.key: problem for problem in problems if problem.kind == "copies"}
+    open_cases |= {each.named.key: each.problem() for each in found if each.meaning is Meaning.OPEN}
     if open_cases:
         raise _undecided(checkpoint.source, list(open_cases.values()))
-    keys = tuple(dict.fromkeys(str(problem.key) for problem in problems))
+    keys = tuple(dict.fromkeys(each.named.key for each in found))
     whole, settled = _with_whole_buffers(checkpoint, buffers)
     needed = bool(settled) or any(key in known_buffers(checkpoint, buffers) - known_buffers(checkpoint) for key in keys)
     if not keys:
@@ -70,14 +70,14 @@ def _undecided(source: str, problems: Sequence[Problem]) -> NeedsInformationErro
     )
 
 
-def _differing_bytes(checkpoint: Checkpoint, judge: CopiesJudge, sources: Sources) -> Iterator[Problem]:
+def _differing_bytes(checkpoint: Checkpoint, judge: CopiesJudge, sources: Sources) -> Iterator[DifferentCopies]:
     """What ``differing_copies`` finds, for the copies of which some have no checksum: their bytes are read."""
     readers = None
     for named in unsummed_copies(checkpoint):
         readers = readers or (BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources))
         for rows in replica_sets(named.tensor):
             for problem in check_replicas(readers, named, [rows]):
-                yield judge.problem(named, int(named.tensor.chunks.rank[rows[0]]), problem.rank or 0)
+                yield judge.judge(named, int(named.tensor.chunks.rank[rows[0]]), problem.rank or 0)
 
 
 def _with_whole_buffers(checkpoint: Checkpoint, buffers: Sequence[str]) -> tuple[Checkpoint, list[str]]:

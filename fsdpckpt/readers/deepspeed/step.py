@@ -164,6 +164,7 @@ def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
     merge = Merge([Group(root, [file]) for file, root in zip(files, roots, strict=True)], sharded=True)
     tree = Tree(merge.value(roots), Layout.SHARDED, "deepspeed", len(files))
     tree.problems.extend(merge.problems)
+    tree.missing.update(merge.missing)
     tree.rank_values.update(merge.rank_values)
     tree.absences.update(merge.absences)
     return tree
@@ -208,7 +209,7 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
             names[key] = name
             if name != key:
                 tree.notes.append(Note("renamed", f"the extra {key!s} is called {name!s} here: {key!s} is taken"))
-        tree.problems.extend(more.problems)
+        tree.problems += [*more.problems, *more.missing.values()]
 
         def place(path: KeyPath, names: dict[Key, Key] = names) -> KeyPath:
             return (names[path[1]], *path[2:]) if path[0] == "extra" else path

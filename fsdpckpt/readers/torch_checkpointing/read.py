@@ -73,6 +73,7 @@ def _add(whole: Tree, name: str, tree: Tree) -> None:
         whole.differs = tree.differs
     whole.rank_values.update({(name, *path): values for path, values in tree.rank_values.items()})
     whole.absences.update({(name, *path): ranks for path, ranks in tree.absences.items()})
+    whole.missing.update({(name, *path): problem for path, problem in tree.missing.items()})
     whole.devices |= tree.devices
     whole.orders.update({(name, *path): by_rank for path, by_rank in tree.orders.items()})
     whole.problems += tree.problems
@@ -140,6 +141,7 @@ def _read_safetensors(item: Item, paths: Mapping[int, str], files: FileTable, so
         len(paths),
         rank_values=merge.rank_values,
         absences=merge.absences,
+        missing=merge.missing,
         problems=merge.problems,
     )
     for group in groups:

@@ -54,7 +54,7 @@ class Merge:
     """One merge of the state dicts of ``groups`` of ranks.
 
     ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
-    ``rank_values`` and ``absences``, as in ``Tree``; ``last_cut_by_fsdp``: what empty shards show of it.
+    ``missing``, ``rank_values`` and ``absences``, as in ``Tree``; ``last_cut_by_fsdp``: what empty shards show of it.
     """
 
     def __init__(self, groups: Sequence[Group], *, sharded: bool) -> None:
@@ -62,6 +62,7 @@ class Merge:
         self._sharded = False if sharded else None
         self._on_one_rank = False  # whether the optimizer at hand was gathered there (rank0_only=True)
         self.problems: list[Problem] = []
+        self.missing: dict[KeyPath, Problem] = {}
         self.last_cut_by_fsdp: set[bool] = set()
         self.rank_values: dict[KeyPath, tuple[Value, ...]] = {}
         self.absences: dict[KeyPath, frozenset[int]] = {}
@@ -149,15 +150,13 @@ class Merge:
         if not absent:
             return
         lost = any(flaw.kind == "incomplete" for _, tensor in leaf_tensors(merged) for flaw in flaws(tensor))
-        self.problems.append(
-            Problem(
-                "missing-key",
-                f"{dotted(path)} is not in the files of {_ranks_text(absent)}"
-                + (", and the other ranks do not hold all of it" if lost else ""),
-                fatal=lost,
-                key=dotted(path),
-                rank=absent[0],
-            )
+        self.missing[path] = Problem(
+            "missing-key",
+            f"{dotted(path)} is not in the files of {_ranks_text(absent)}"
+            + (", and the other ranks do not hold all of it" if lost else ""),
+            fatal=lost,
+            key=dotted(path),
+            rank=absent[0],
         )
 
     def _sequence(self, values: Sequence[object], present: list[int], path: KeyPath, place: _Place) -> Value:
@@ -217,7 +216,8 @@ class Merge:
         ranks = self._ranks_of(wrong)
         message = f"{dotted(path)} is empty on {_ranks_text(ranks)}, in another shape than FSDP2 or DTensor gives it"
         message += ": load_state_dict refuses it there"
-        self.problems.append(Problem("local-shape", message, fatal=False, key=dotted(path), rank=ranks[0]))
+        problem = Problem("local-shape", message, fatal=False, key=dotted(path), rank=ranks[0], loads=False)
+        self.problems.append(problem)
 
     def _are_slices(self, vectors: Sequence[object], place: _Place) -> bool:
         """Whether vectors in ``place`` are certain to be slices, judging by the ranks that have them."""

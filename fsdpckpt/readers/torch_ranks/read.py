@@ -74,6 +74,7 @@ def read_torch_ranks(
     nested = root if isinstance(root, dict) else {}
     tree.rank_values.update({regrouped(path, nested): values for path, values in merge.rank_values.items()})
     tree.absences.update({regrouped(path, nested): absent for path, absent in merge.absences.items()})
+    tree.missing.update({regrouped(path, nested): problem for path, problem in merge.missing.items()})
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.differs = lambda vector: _vectors_differ(vector, files, sources)
     tree.notes.extend(notes_on_dropped(archives))
