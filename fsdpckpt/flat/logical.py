@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceUnsupportedError
-from fsdpckpt.flat.names import model_names, optimizer_names
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened, source_units, units_like
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.listings import model_names, optimizer_names
 
 NOTHING_GIVEN = UnitsRequest()
 

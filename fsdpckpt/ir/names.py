@@ -37,7 +37,7 @@ def joined(prefix: str, name: str) -> str:
 
 
 _COMPILED = "_orig_mod."
-_DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
+DISTRIBUTED = "module."  # DistributedDataParallel, DataParallel
 _MAX_NAMED = 5  # keys in a note's message; its ``keys`` lists all
 
 
@@ -45,12 +45,12 @@ def without_module(names: Iterable[str], like: Collection[str]) -> tuple[str, ..
     """``names`` without a leading ``module.`` if all of them have it and none of ``like`` has."""
     names = tuple(names)
     if names and all(map(_in_module, names)) and not any(map(_in_module, like)):
-        return tuple(name.removeprefix(_DISTRIBUTED) for name in names)
+        return tuple(name.removeprefix(DISTRIBUTED) for name in names)
     return names
 
 
 def _in_module(name: str) -> bool:
-    return name.startswith(_DISTRIBUTED)
+    return name.startswith(DISTRIBUTED)
 
 
 def keeps_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:

@@ -7,20 +7,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 from fsdpckpt.ir.dtypes import DType
 
+RowNumber: TypeAlias = int
+"""The place of a row in a table or a listing."""
+
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter, or a tensor that may be one. ``name``: without prefixes of wrappers. ``shape``: the global one.
+class Named:
+    """A row of which only the name is known: without prefixes of wrappers."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter(Named):
+    """A parameter, or a tensor that may be one. ``shape``: the global one.
 
     ``stride``: in elements, as ``torch.Tensor.stride``, of a parameter that is not row-major (channels_last): FSDP1
     flattens it in memory order (``FlatParamHandle._init_flat_param_and_metadata``). None for row-major. ``sharded`` as
     ``Tensor.sharded``: False for buffers and for what FSDP does not shard, None if not known.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: DType
     stride: tuple[int, ...] | None = None

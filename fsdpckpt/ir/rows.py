@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
-from typing import Final, TypeAlias
+from typing import Final
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.parameters import RowNumber
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
-
-RowNumber: TypeAlias = int
-"""The number of a row. The rows of the model come first, in its order."""
 
 
 class Kind(StrEnum):
@@ -60,7 +58,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The table. ``in_model``: how many rows the model section has, None if there is no such section.
+    """The table. The rows of the model come first, in its order.
+
+    ``in_model``: how many rows the model section has, None if there is no such section.
 
     ``metadata``: what ``nn.Module.state_dict`` attaches to the model.
     """

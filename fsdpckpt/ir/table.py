@@ -10,11 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.names import DISTRIBUTED, clean
 from fsdpckpt.ir.optimizer import PARAM_NAMES, Group, MemberNumber, Optimizer, ParamKey, form_of, sequence
-from fsdpckpt.ir.rows import Parameters, RowNumber
-
-_DISTRIBUTED = "module."
+from fsdpckpt.ir.parameters import RowNumber
+from fsdpckpt.ir.rows import Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ class _Lookup:
         if word in self._names:
             return word
         cleaned = clean(word)
-        for each in (cleaned, cleaned.removeprefix(_DISTRIBUTED)):
+        for each in (cleaned, cleaned.removeprefix(DISTRIBUTED)):
             found = self._cleaned.get(each)
             if found is not None:
                 return found

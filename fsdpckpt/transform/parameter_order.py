@@ -6,8 +6,10 @@ the same job; a model section has that of ``model.parameters()``. The first is u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Flag, auto
+from functools import cached_property
 from itertools import accumulate, chain, repeat
 
 import numpy as np
@@ -16,86 +18,98 @@ from fsdpckpt import flags
 from fsdpckpt.globs import matches_any
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container
-from fsdpckpt.ir.names import clean, keeps_order, without_module
+from fsdpckpt.ir.listing import Listing
+from fsdpckpt.ir.names import clean, keeps_order, revisits_a_module, without_module
 from fsdpckpt.ir.optimizer import Group, Optimizer
-from fsdpckpt.ir.state_shapes import Shape, ShownShapes, fits, has_scalars
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.parameters import Named, Parameter, RowNumber
+from fsdpckpt.ir.state_shapes import ShownShapes, fits, has_scalars
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units, first_misplaced
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.transform.id_order import in_model_order, listed_order
+from fsdpckpt.transform.listings import units_names, whole_tensors
 
 BY_USER = f"{flags.parameters}"
 """The source of the order that the user gives."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterOrder:
-    """Parameter names in the order of ``model.parameters()``, and how much is known about them.
+class Doubt(Flag):
+    """What is not certain of a name that a source lists.
 
-    ``names``: without wrapper prefixes; a shared parameter once if that is known. ``source``: where they are from, for
-    messages. ``ordered``: False if the source does not preserve the order. ``authoritative``: True for a source whose
-    purpose is this order (``--parameters``, a units file), False for a model section. ``shapes``: those that are known.
-    ``uncertain``: names that the optimizer may lack (buffers, frozen parameters). ``groups``: the optimizer's groups,
-    each in the order of its ids (in none if not ``ordered``), if known. ``shared``: later names of shared parameters;
-    None if the source cannot say.
-    ``excludes_buffers``: False if buffers may be among ``names``. ``in_model_order``: False if ``names`` are in the
-    optimizer's order, which may differ from the model's. ``caution``: a warning for whoever uses this order.
-    ``doubtful``: names that ``model.parameters()`` may lack: buffers, and later names of shared parameters.
-    ``plain``: names of plain tensors beside distributed ones: buffers, unless FSDP ignored a frozen parameter.
-    ``by_unit``: the names as FSDP1 lists those of flat parameters, () if it has none.
+    ``OPTIMIZER``: the optimizer may lack it (buffers, frozen parameters). ``MODEL``: ``model.parameters()`` may lack it
+    (buffers, later names of shared parameters). ``PLAIN``: a plain tensor beside distributed ones, which is a buffer
+    unless FSDP ignored a frozen parameter.
     """
 
-    names: tuple[str, ...]
-    shapes: Mapping[str, Shape] | None = None
-    source: str = "the parameter order"
-    ordered: bool = True
+    OPTIMIZER = auto()
+    MODEL = auto()
+    PLAIN = auto()
+
+
+@dataclass(frozen=True)
+class ParameterOrder(Listing):
+    """A listing as the order of an optimizer's ids: what its source says of the optimizer, too.
+
+    ``authoritative``: True for a source whose purpose is this order (``--parameters``, a units file), False for a model
+    section. ``members``: the rows of the optimizer's groups, each in the order of its ids (in none if not ``ordered``),
+    if known. ``complete``: whether every name of the model is in a row or in ``shared``. ``excludes_buffers``: False if
+    buffers may be among the rows. ``caution``: a warning for whoever uses this order. ``doubts``: by row.
+    ``unit_order``: the rows as FSDP1 lists those of flat parameters, () if it has none.
+    """
+
     authoritative: bool = False
-    uncertain: frozenset[str] = frozenset()
-    groups: tuple[tuple[str, ...], ...] | None = None
-    shared: frozenset[str] | None = None
+    members: tuple[tuple[RowNumber, ...], ...] | None = None
+    complete: bool = False
     excludes_buffers: bool = True
-    in_model_order: bool = True
     caution: str | None = None
-    doubtful: frozenset[str] = frozenset()
-    plain: frozenset[str] = frozenset()
-    by_unit: tuple[str, ...] = ()
+    doubts: Mapping[RowNumber, Doubt] = field(default_factory=dict)
+    unit_order: tuple[RowNumber, ...] = ()
 
-    def shape(self, name: str) -> Shape | None:
-        return None if self.shapes is None else self.shapes.get(name)
+    @classmethod
+    def of_groups(cls, groups: Iterable[Sequence[Named]], source: str) -> ParameterOrder:
+        """The groups of an optimizer, each in its order."""
+        groups = list(groups)
+        rows = tuple(chain(*groups))
+        members = _cut(range(len(rows)), list(map(len, groups)))
+        return cls(rows, source, in_model_order=False, authoritative=True, members=members)
 
-    def with_shapes_of(self, others: Sequence[ParameterOrder]) -> ParameterOrder:
-        """Add the shapes that this source lacks from the first of ``others`` that has them."""
-        shapes: dict[str, Shape] = {}
-        for order in (*reversed(others), self):
-            shapes.update(order.shapes or {})
-        return replace(self, shapes={name: shapes[name] for name in self.names if name in shapes})
-
-    def named_like(self, names: Collection[str]) -> ParameterOrder:
-        """The order with ``module.`` (of DistributedDataParallel) before all names or before none, as ``names`` are."""
-        distributed = "module."
-        ours = {name.startswith(distributed) for name in self.names}
-        theirs = {clean(name).startswith(distributed) for name in names}
-        if len(ours) != 1 or len(theirs) != 1 or ours == theirs:
-            return self
-        if ours == {True}:
-            return self._renamed(lambda name: name.removeprefix(distributed))
-        return self._renamed(lambda name: distributed + name)
-
-    def _renamed(self, new: Callable[[str], str]) -> ParameterOrder:
-        def each(names: Iterable[str]) -> tuple[str, ...]:
-            return tuple(map(new, names))
-
-        return replace(
-            self,
-            names=each(self.names),
-            shapes=None if self.shapes is None else {new(name): shape for name, shape in self.shapes.items()},
-            uncertain=frozenset(each(self.uncertain)),
-            groups=None if self.groups is None else tuple(map(each, self.groups)),
-            shared=None if self.shared is None else frozenset(each(self.shared)),
-            doubtful=frozenset(each(self.doubtful)),
-            plain=frozenset(each(self.plain)),
-            by_unit=each(self.by_unit),
+    @cached_property
+    def groups(self) -> Groups | None:
+        """``members`` by name."""
+        return (
+            None if self.members is None else tuple(tuple(map(self.names.__getitem__, rows)) for rows in self.members)
         )
+
+    @cached_property
+    def by_unit(self) -> tuple[str, ...]:
+        """``unit_order`` by name."""
+        return tuple(map(self.names.__getitem__, self.unit_order))
+
+    @cached_property
+    def uncertain(self) -> frozenset[str]:
+        """The names that the optimizer may lack."""
+        return self._with(Doubt.OPTIMIZER)
+
+    @cached_property
+    def doubtful(self) -> frozenset[str]:
+        """The names that ``model.parameters()`` may lack."""
+        return self._with(Doubt.MODEL)
+
+    @cached_property
+    def plain(self) -> frozenset[str]:
+        """The names of plain tensors beside distributed ones."""
+        return self._with(Doubt.PLAIN)
+
+    def _with(self, doubt: Doubt) -> frozenset[str]:
+        return frozenset(self.names[row] for row, doubts in self.doubts.items() if doubt in doubts)
+
+    def with_shapes_of(self, others: Sequence[Listing]) -> ParameterOrder:
+        """Add the shapes that this source lacks from the first of ``others`` that has them."""
+        known: dict[str, Parameter] = {}
+        for listing in reversed(others):
+            known.update({param.name: param for param in listing.params})
+        rows = tuple(row if isinstance(row, Parameter) else known.get(row.name, row) for row in self.rows)
+        return replace(self, rows=rows)
 
 
 def parameter_orders(
@@ -155,7 +169,7 @@ def _as_optimizer_lists(
     names = listed.names
     parts = tuple(map(len, divided))
     if len(parts) == len(sizes) > 1 and sum(parts) == len(names):
-        return replace(listed, groups=_cut(names, parts), in_model_order=False)
+        return replace(listed, members=_cut(range(len(names)), parts), in_model_order=False)
     by_name = optim is not None and optim.key_type == "name"
     sorted_for_ids = not by_name and list(names) == sorted(names)
     if sum(sizes) != len(names) or of_model is None or sorted_for_ids:
@@ -163,15 +177,16 @@ def _as_optimizer_lists(
     position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
     if first_misplaced(names, position) is None:
         return listed
-    cut = _cut(names, sizes)
-    if optim is not None and optim.key_type == "name" and not _have_the_keys(cut, optim):
+    source = f"{listed.source}, in the optimizer's order"
+    divided_so = replace(listed, members=_cut(range(len(names)), sizes), in_model_order=False, source=source)
+    if optim is not None and optim.key_type == "name" and not _have_the_keys(divided_so.groups or (), optim):
         return listed
-    return replace(listed, groups=cut, in_model_order=False, source=f"{listed.source}, in the optimizer's order")
+    return divided_so
 
 
-def _cut(names: tuple[str, ...], sizes: Sequence[int]) -> Groups:
-    """``names`` in parts of these sizes."""
-    return tuple(names[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))
+def _cut(rows: Sequence[RowNumber], sizes: Sequence[int]) -> tuple[tuple[RowNumber, ...], ...]:
+    """``rows`` in parts of these sizes."""
+    return tuple(tuple(rows[end - size : end]) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 def _group_sizes(optim: Optimizer) -> tuple[int, ...]:
@@ -216,9 +231,8 @@ def from_groups(optim: Optimizer, source: str, names_to_match: Collection[str] =
     names = without_module(chain(*groups), names_to_match)
     if not names or len(set(names)) != len(names) or any(map(is_flat_key, names)):
         return None
-    remaining = iter(names)
-    regrouped = tuple(tuple(next(remaining) for _ in group) for group in groups)
-    return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
+    remaining = map(Named, names)
+    return ParameterOrder.of_groups(([next(remaining) for _ in group] for group in groups), source)
 
 
 def _as_job_lists(order: ParameterOrder, of_model: ParameterOrder | None) -> ParameterOrder:
@@ -233,14 +247,10 @@ def _as_job_lists(order: ParameterOrder, of_model: ParameterOrder | None) -> Par
         return order
     if listed is None or of_model is None:
         return replace(order, ordered=False, authoritative=False)
-    resorted = tuple(tuple(in_model_order(group, position)) for group in groups)
-    return replace(
-        order,
-        groups=resorted,
-        names=tuple(chain(*resorted)),
-        source=f"{order.source}, in the order of {of_model.source}",
-        caution=f"{order.source}: {listed.doubt}",
-    )
+    row_of = {row.name: row for row in order.rows}
+    resorted = ([row_of[name] for name in in_model_order(group, position)] for group in groups)
+    in_order = ParameterOrder.of_groups(resorted, f"{order.source}, in the order of {of_model.source}")
+    return replace(in_order, caution=f"{order.source}: {listed.doubt}")
 
 
 def _may_be_groups_of(optim: Optimizer, order: ParameterOrder) -> bool:
@@ -282,17 +292,19 @@ def _keyed_names(checkpoint: Checkpoint) -> set[str]:
 
 def from_units(units: Units, source: str) -> ParameterOrder:
     """The order in a units file, which also has shapes, groups and shared names."""
-    params = units.params()
-    names = tuple(name for name in units.parameters if name in params)
+    listing = units_names(units, source)
+    row_of = {name: row for row, name in enumerate(listing.names)}
+    groups = units.named_groups()
+    frozen = [row for row, param in enumerate(listing.params) if not param.requires_grad]
     return ParameterOrder(
-        names=names,
-        shapes={name: params[name].shape for name in names},
-        source=source,
+        listing.rows,
+        source,
+        shared=listing.shared,
         authoritative=True,
-        uncertain=frozenset(name for name in names if not params[name].requires_grad),
-        groups=units.named_groups(),
-        shared=frozenset(later for later, _ in units.shared),
-        by_unit=units.listed_by_unit(),
+        members=None if groups is None else tuple(tuple(map(row_of.__getitem__, names)) for names in groups),
+        complete=True,
+        doubts=dict.fromkeys(frozen, Doubt.OPTIMIZER),
+        unit_order=tuple(map(row_of.__getitem__, units.listed_by_unit())),
     )
 
 
@@ -308,13 +320,12 @@ def from_param_names(optim: Optimizer, names_to_match: Collection[str] = ()) -> 
     names = without_module([name for group in groups for name in group or ()], names_to_match)
     if not names or None in groups or len(set(names)) != len(names):
         return None
-    remaining = iter(names)
-    regrouped = tuple(tuple(next(remaining) for _ in group or ()) for group in groups)
     keys = optim.grouped_keys()
     if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(names):
         return None
-    source = "param_names in the groups"
-    return ParameterOrder(names=names, source=source, authoritative=True, groups=regrouped, in_model_order=False)
+    remaining = map(Named, names)
+    listed = ([next(remaining) for _ in group or ()] for group in groups)
+    return ParameterOrder.of_groups(listed, "param_names in the groups")
 
 
 def listed_param_names(group: Group) -> list[str] | None:
@@ -326,7 +337,7 @@ def listed_param_names(group: Group) -> list[str] | None:
 def from_list(names: Sequence[str], names_to_match: Collection[str] = ()) -> ParameterOrder:
     """The order listed by the user. ``names_to_match``: as for ``from_param_names``."""
     cleaned = without_module(dict.fromkeys(clean(name) for name in names), names_to_match)
-    return ParameterOrder(names=cleaned, source=BY_USER, authoritative=True)
+    return ParameterOrder(tuple(map(Named, cleaned)), BY_USER, authoritative=True)
 
 
 def from_model(
@@ -351,40 +362,38 @@ def from_model(
     no_buffers = tuple(buffers) == NO_BUFFERS
     cleaned = [clean(name) for name in checkpoint.model.params]
     renamed = cleaned if names_to_match is None else without_module(cleaned, names_to_match)
-    tensors = {
-        name: leaf
-        for name, leaf in zip(renamed, checkpoint.model.params.values(), strict=True)
-        if isinstance(leaf, Tensor)
-        and (leaf.ndim or scalars or name in keyed)
-        and _may_be_parameter(name, leaf, buffers)
-    }
+    name_of = dict(zip(checkpoint.model.params, renamed, strict=True))
+    tensors: dict[str, Tensor] = {}
+    for key, leaf in whole_tensors(checkpoint.model):
+        name = name_of[key]
+        if (leaf.ndim or scalars or name in keyed) and _may_be_parameter(name, leaf, buffers):
+            tensors[name] = leaf
     if not tensors:
         return None
     shared, uncertain = _repeats(tensors, checkpoint.checksums)
-    names = tuple(name for name in tensors if name not in shared)
+    names = [name for name in tensors if name not in shared]
     open_names = [] if buffers else [name for name in names if tensors[name].sharded is not True and name not in keyed]
     # Beside distributed tensors a plain one is a buffer. A DCP directory has small parameters in one piece, too.
     plain = {name for name in open_names if tensors[name].sharded is False and checkpoint.container == Container.TORCH}
-    doubtful = frozenset((*uncertain, *open_names)) - plain
+    doubtful = {*uncertain, *open_names} - plain
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
         uncertain.update(name for name in names if tensors[name].sharded is not True)
     excludes_buffers = bool(buffers) or any(tensor.sharded is not None for tensor in tensors.values())
-    return ParameterOrder(
-        names=names,
-        shapes={name: tensors[name].shape for name in names},
-        source=source,
-        ordered=keeps_order(checkpoint, names),
-        uncertain=frozenset(uncertain),
-        excludes_buffers=excludes_buffers,
-        doubtful=doubtful,
-        plain=frozenset(plain),
-    )
+    doubts: dict[RowNumber, Doubt] = {}
+    for row, name in enumerate(names):
+        doubt = Doubt.PLAIN if name in plain else Doubt.MODEL if name in doubtful else Doubt(0)
+        doubt |= Doubt.OPTIMIZER if name in uncertain else Doubt(0)
+        if doubt:
+            doubts[row] = doubt
+    held = ((name, tensors[name]) for name in names)
+    rows = tuple(Parameter(name, leaf.shape, leaf.dtype, sharded=leaf.sharded) for name, leaf in held)
+    possible = [row.name for row in rows if row.possible]
+    ordered = keeps_order(checkpoint, names) and not revisits_a_module(possible)
+    return ParameterOrder(rows, source, ordered, excludes_buffers=excludes_buffers, doubts=doubts)
 
 
 def _may_be_parameter(name: str, tensor: Tensor, buffers: Sequence[str]) -> bool:
     """Whether FSDP accepts ``tensor`` as a parameter (floating or complex), and no glob of ``buffers`` matches it."""
-    if isinstance(tensor.cut, Slices) or is_flat_key(name):
-        return False
     if tuple(buffers) != NO_BUFFERS and matches_any(name, buffers):
         return False
     return tensor.dtype.kind in ("float", "complex") or tensor.sharded is True
@@ -423,11 +432,11 @@ def _content(tensor: Tensor, checksums: ChunkChecksums) -> tuple[object, ...] | 
 
 def contradictions(used: ParameterOrder, other: ParameterOrder, keyed: Collection[str]) -> list[str]:
     """Everything in which ``other`` contradicts the order in use. ``keyed``: the optimizer's names."""
-    other_names = {*other.names, *(other.shared or ())}
+    other_names = {*other.names, *(later for later, _ in other.shared)}
     result = [f"{name} is not in {other.source}" for name in keyed if name not in other_names]
     result += _differing_shapes(used, other)
-    if used.shared is not None and other.excludes_buffers:
-        used_names = {*used.names, *used.shared}
+    if used.complete and other.excludes_buffers:
+        used_names = {*used.names, *(later for later, _ in used.shared)}
         missing = [name for name in other.names if name not in used_names and name not in other.uncertain]
         result += [f"{name} of {other.source} is not in {used.source}" for name in missing]
     if used.groups is not None and other.groups is not None:

@@ -262,6 +262,44 @@ def test_sorted_keys_of_safetensors_are_no_order(tmp_path: Path) -> None:
         _rekeyed(source, "name", reference=_open(tmp_path / "m.safetensors"))
 
 
+class Pairs(nn.Module):
+    """Layers of one shape, in which only the order tells parameters apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("up", "down")}) for _ in range(3)
+        )
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        "0.up 1.up 2.up 0.down 1.down 2.down",
+        "0.up 1.up 1.down 0.down 2.up 2.down",
+        "0.up 2.up 2.down 1.up 1.down 0.down",
+    ],
+)
+def test_keys_that_come_back_to_a_module_are_in_no_model_s_order(tmp_path: Path, listed: str) -> None:
+    """Some script put them together so: ids in this order would be other parameters, silently."""
+    model = Pairs()
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.rand_like(param)
+    optimizer.step()
+    weights, names = model.state_dict(), [name for name, _ in model.named_parameters()]
+    put_together = {f"blocks.{word}.weight": weights[f"blocks.{word}.weight"] for word in listed.split()}
+    assert sorted(put_together) == sorted(names) and list(put_together) != names
+    source = _open(tmp_path / "a.pt", {"model": put_together, "optimizer": optimizer.state_dict()})
+    with pytest.raises(NeedsInformationError, match="the order of the parameters is not recorded"):
+        _rekeyed(source, "name")
+    assert list(_rekeyed(source, "name", parameters=names).optim.state) == names
+    same = _open(tmp_path / "b.pt", {"model": weights, "optimizer": optimizer.state_dict()})
+    assert (
+        list(_rekeyed(source, "name", reference=same).optim.state) == names == list(_rekeyed(same, "name").optim.state)
+    )
+
+
 def test_a_dcp_directory_without_planner_data_is_no_order(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import DefaultSavePlanner

@@ -8,9 +8,9 @@ from math import prod
 
 import numpy as np
 
-from fsdpckpt.flat.names import ParameterNames
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
@@ -25,8 +25,8 @@ def named(name: str, *shape: int, dtype: str = "float32", sharded: bool | None =
     return Parameter(name, shape, DTYPES[dtype], sharded=sharded)
 
 
-def name_list(*params: Parameter, ordered: bool = True, from_reference: bool = False) -> ParameterNames:
-    return ParameterNames(params, ordered, "a list", from_reference=from_reference)
+def name_list(*params: Parameter, ordered: bool = True, from_reference: bool = False) -> Listing:
+    return Listing(params, "a list", ordered, from_reference=from_reference)
 
 
 def whole(*shape: int, dtype: DType = FLOAT, sharded: bool | None = True, file: int = 0, offset: int = 0) -> Tensor:

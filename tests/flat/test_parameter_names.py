@@ -6,22 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from fsdpckpt.flat.names import (
-    ParameterNames,
-    UnitPrefixes,
-    model_names,
-    optimizer_names,
-    parameter_order,
-    prefixes_of,
-    raw_names,
-    stride_of,
-    units_names,
-)
+from fsdpckpt.flat.names import UnitPrefixes, parameter_order, prefixes_of, raw_names
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Container, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.transform.listings import model_names, optimizer_names, stride_of, units_names
 from tests.flat.flat_synthetic import checkpoint, local_model, name_list, named, slices, whole
 from tests.ir.checkpoints import with_origin
 from tests.ir.optimizers import with_setting
@@ -30,7 +22,7 @@ F32, I64 = DTYPES["float32"], DTYPES["int64"]
 A, B, C = named("a.weight", 5, 3), named("a.bias", 5), named("b.weight", 3, 5)
 
 
-def held(params: dict[str, object], **more: object) -> ParameterNames | None:
+def held(params: dict[str, object], **more: object) -> Listing | None:
     model = ModelState(dict(params))  # type: ignore[arg-type]
     return model_names(checkpoint(2, model=model, layout=Layout.FULL, **more), "it")  # type: ignore[arg-type]
 
@@ -40,7 +32,7 @@ def test_names_are_put_into_another_order_only_if_that_has_every_parameter() -> 
     names = replace(name_list(C, counter, A, ordered=False), in_model_order=False)
     ranked = names.reordered(["a.weight", "other", "b.weight"], "a file")
     assert [param.name for param in ranked.params] == ["a.weight", "b.weight", "count"]
-    assert (ranked.ordered, ranked.in_model_order, ranked.label) == (True, True, "a list, ordered by a file")
+    assert (ranked.ordered, ranked.in_model_order, ranked.source) == (True, True, "a list, ordered by a file")
     assert names.reordered(["a.weight"], "a file") is names
 
 
@@ -73,7 +65,7 @@ def test_a_model_section_says_names_shapes_and_what_is_one_tensor() -> None:
         ("empty", (0, 2)),
         ("void", (0, 2)),
     ]
-    assert (found.shared, found.ordered, found.label) == ((("c", "b"),), True, "it")
+    assert (found.shared, found.ordered, found.source) == ((("c", "b"),), True, "it")
     assert (found.in_model_order, found.from_reference) == (True, False)
     assert {(param.dtype, param.stride, param.sharded) for param in found.params} == {(F32, None, True)}
 
@@ -154,7 +146,7 @@ def test_units_say_everything_in_the_order_of_the_model() -> None:
     frozen = replace(B, requires_grad=False)
     units = build_units([A, frozen, C], ("", "b"), Settings(True), unmanaged=["b.weight"], shared=[("z", "a.weight")])
     found = units_names(units, "units.json")
-    assert found == ParameterNames((A, frozen, replace(C, sharded=False)), True, "units.json", (("z", "a.weight"),))
+    assert found == Listing((A, frozen, replace(C, sharded=False)), "units.json", shared=(("z", "a.weight"),))
 
 
 def test_keys_show_where_units_begin() -> None:

@@ -15,6 +15,7 @@ from fsdpckpt.transform import assignment
 from fsdpckpt.transform.parameter_order import ParameterOrder
 from fsdpckpt.transform.rekey import to_ids, to_names
 from tests.flat.flat_synthetic import checkpoint, whole
+from tests.transform.orders import order_of
 
 SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": (9,)}
 
@@ -43,7 +44,7 @@ def named(groups: Sequence[Sequence[str]] | None, **more: Value) -> Checkpoint:
 
 def order(names: str = "eabcnh", **more: object) -> ParameterOrder:
     known: dict[str, object] = {"shapes": {name: SHAPES[name] for name in names}, "source": "the order"}
-    return ParameterOrder(names=tuple(names), **{**known, **more})  # type: ignore[arg-type]
+    return order_of(names=tuple(names), **{**known, **more})  # type: ignore[arg-type]
 
 
 def keys(found: Checkpoint) -> list[ParamKey]:
@@ -80,7 +81,7 @@ def test_what_groups_list_more_often_or_never_is_all_listed() -> None:
 
 
 def test_every_contradiction_is_listed() -> None:
-    by = ParameterOrder(tuple(f"p{number}" for number in range(30)), {f"p{n}": (4,) for n in range(30)}, "it")
+    by = order_of(tuple(f"p{number}" for number in range(30)), {f"p{n}": (4,) for n in range(30)}, "it")
     assert len(refused(source([range(30)], "e" * 30), by).details) == 30
 
 
@@ -219,7 +220,7 @@ def test_names_in_no_order_are_settled_by_shapes_or_shown(certain: bool) -> None
 @pytest.mark.parametrize("count", [4, 5])
 def test_four_candidates_are_shown(count: int) -> None:
     names = "vwxyz"[:count]
-    by = ParameterOrder(tuple(names), dict.fromkeys(names, (9,)), "it", ordered=False)
+    by = order_of(tuple(names), dict.fromkeys(names, (9,)), "it", ordered=False)
     wrong = refused(source([range(count)], "n" * count), by, error=NeedsInformationError)
     assert wrong.details[0] == "id 0 may be v, w, x, y" + (" and 1 more" if count == 5 else "")
 

@@ -16,12 +16,13 @@ from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.transform.model_positions import by_place, counts_over_model
-from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_param_names
+from fsdpckpt.transform.parameter_order import from_list, from_param_names
 from fsdpckpt.transform.rekey import recounted, to_ids, to_names
 from tests.flat.flat_synthetic import checkpoint, whole
 from tests.ir.optimizers import with_setting
+from tests.transform.orders import order_of
 
-MODEL = ParameterOrder(tuple("abcde"), dict.fromkeys("abcde", (3,)), "the model", uncertain=frozenset("b"))
+MODEL = order_of(tuple("abcde"), dict.fromkeys("abcde", (3,)), "the model", uncertain=frozenset("b"))
 
 
 def optimizer(groups: Sequence[Sequence[ParamKey]]) -> Checkpoint:
@@ -48,8 +49,8 @@ def test_ids_out_of_the_order_of_the_groups_are_places_in_the_model() -> None:
 
 def test_a_source_that_knows_the_groups_names_the_places_in_whatever_order_it_lists_them() -> None:
     """Even where buffers may be among the names, and beside ``param_names`` that FSDP left in the optimizer's order."""
-    doubtful = ParameterOrder(MODEL.names, MODEL.shapes, "the model", doubtful=frozenset("bd"))
-    known = ParameterOrder(tuple("eac"), MODEL.shapes, "it", groups=(("e", "a"), ("c",)), in_model_order=False)
+    doubtful = order_of(MODEL.names, MODEL.shapes, "the model", doubtful=frozenset("bd"))
+    known = order_of(tuple("eac"), MODEL.shapes, "it", groups=(("e", "a"), ("c",)), in_model_order=False)
     assert lists(to_names(optimizer([[0, 3], [2]]), known, [doubtful])) == [["a", "e"], ["c"]]
     assert lists(to_names(optimizer([[0, 3], [2]]), doubtful, [known])) == [["a", "e"], ["c"]]
     held = optimizer([[0, 4], [2]])
@@ -63,7 +64,7 @@ def test_a_source_that_knows_the_groups_names_the_places_in_whatever_order_it_li
 
 def test_what_may_be_a_buffer_is_a_question_only_before_the_last_id() -> None:
     for doubtful, settled in (("b", False), ("e", True)):
-        order = ParameterOrder(MODEL.names, MODEL.shapes, "the model", doubtful=frozenset(doubtful))
+        order = order_of(MODEL.names, MODEL.shapes, "the model", doubtful=frozenset(doubtful))
         named = optimizer([["d"], ["a"]])
         if settled:
             assert lists(to_ids(named, order, rule=IdRule.MODEL)) == [[3], [0]]
@@ -79,7 +80,7 @@ def test_what_may_be_a_buffer_is_a_question_only_before_the_last_id() -> None:
 
 
 def test_plain_tensors_beside_distributed_ones_are_buffers_unless_the_user_says_otherwise() -> None:
-    order = ParameterOrder(MODEL.names, MODEL.shapes, "the model", plain=frozenset("be"))
+    order = order_of(MODEL.names, MODEL.shapes, "the model", plain=frozenset("be"))
     named = optimizer([["d"], ["a"]])
     found = to_ids(named, order, rule=IdRule.MODEL)
     assert lists(found) == [[2], [0]] and lists(to_names(found, order)) == [["d"], ["a"]]
@@ -90,7 +91,7 @@ def test_plain_tensors_beside_distributed_ones_are_buffers_unless_the_user_says_
 def test_ids_that_count_by_group_get_places_only_through_names() -> None:
     assert recounted(optimizer([[0, 1], [2]])).notes == ()
     shapes = dict.fromkeys("abcde", (3,))
-    units = ParameterOrder(tuple("abcde"), shapes, "units", groups=(("d", "e"), tuple("abc")))
+    units = order_of(tuple("abcde"), shapes, "units", groups=(("d", "e"), tuple("abc")))
     named = to_names(optimizer([[0, 1], [2, 3, 4]]), units)
     assert lists(to_ids(named, MODEL, rule=IdRule.MODEL)) == [[3, 4], [0, 1, 2]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from fsdpckpt.transform.parameter_order import (
 )
 from fsdpckpt.transform.rekey import apply_key_type, to_names
 from tests.ir.checkpoints import with_origin
+from tests.transform.orders import order_of
 
 F32, I64 = DTYPES["float32"], DTYPES["int64"]
 
@@ -141,16 +142,11 @@ def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
         (Unit("", params[:2]),), use_orig_params=False, parameters=("b", "a", "c"), unmanaged=params[2:],
         shared=(("z", "a"),), groups=(("c",), ("_flat_param",)),
     )  # fmt: skip
-    assert from_units(units, "units.json") == ParameterOrder(
-        names=("b", "a", "c"),
-        shapes={"b": (4,), "a": (3, 2), "c": (5,)},
-        source="units.json",
-        authoritative=True,
-        uncertain=frozenset({"c"}),
-        groups=(("c",), ("b", "a")),
-        shared=frozenset({"z"}),
-        by_unit=("c", "a", "b"),
-    )
+    found, by_name = from_units(units, "units.json"), units.params()
+    assert found.rows == tuple(by_name[name] for name in "bac")
+    assert (found.source, found.authoritative, found.complete) == ("units.json", True, True)
+    assert (found.uncertain, found.groups, found.shared) == ({"c"}, (("c",), ("b", "a")), (("z", "a"),))
+    assert found.by_unit == ("c", "a", "b")
     named = replace(units, use_orig_params=True, groups=(("c", "a"), ("b",)))
     assert from_units(named, "x").groups == (("c", "a"), ("b",))
     assert from_units(replace(units, groups=None), "x").groups is None
@@ -158,7 +154,7 @@ def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
 
 def test_a_list_is_cleaned_and_says_names_only() -> None:
     found = from_list(["module._orig_mod.a", "module.b", "module.b"], ["a"])
-    assert found == ParameterOrder(("a", "b"), source=f"{flags.parameters}", authoritative=True)
+    assert found == order_of(("a", "b"), source=f"{flags.parameters}", authoritative=True)
     assert from_list(["module.b"], ["module.a"]).names == ("module.b",)
 
 
@@ -205,24 +201,18 @@ def test_what_states_the_order_itself_comes_first_and_what_keeps_none_last() -> 
     assert parameter_orders(bare, **{**given, "parameters": ["module.a"]})[0].names == ("a",)
 
 
-def test_module_prefix_reaches_every_set_of_names() -> None:
+def test_a_module_prefix_changes_rows_and_whatever_is_said_of_them_follows() -> None:
     named = ("a.w", "b.w")
-    texts = {"source": "it", "caution": "a.w"}
-    switches = {"ordered": False, "authoritative": True, "excludes_buffers": False, "in_model_order": False}
-    of_names: dict[str, Any] = {
-        "names": named, "shapes": dict.fromkeys(named, (3,)), "groups": (named[:1], named[1:]),
-        "by_unit": named,
-    }  # fmt: skip
-    sets = dict.fromkeys(("uncertain", "shared", "doubtful", "plain"), frozenset(named))
-    given: dict[str, Any] = {**texts, **switches, **of_names, **sets}
-    assert set(given) == {field.name for field in fields(ParameterOrder)}, "say here which fields hold names"
-    order_of_names = ParameterOrder(**given)
-    renamed = order_of_names.named_like(["module.c"])
-    for name in (*of_names, *sets):
-        found: Any = getattr(renamed, name)
-        flat = [part for part in found for part in ([part] if isinstance(part, str) else part)]
-        assert sorted(flat) == ["module.a.w", "module.b.w"], name
-    assert renamed.named_like(["c"]) == order_of_names
+    sets: dict[str, Any] = dict.fromkeys(("uncertain", "doubtful", "plain", "by_unit"), named)
+    listed = order_of(
+        named, dict.fromkeys(named, (3,)), "it", groups=(named[:1], named[1:]), shared=(("c.w", "a.w"),), **sets
+    )
+    renamed = listed.named_like(["module.c"])
+    longer = ("module.a.w", "module.b.w")
+    assert renamed.names == longer == renamed.by_unit and list(renamed.shapes) == list(longer)
+    assert renamed.groups == (longer[:1], longer[1:]) and renamed.shared == (("module.c.w", "module.a.w"),)
+    assert renamed.uncertain == renamed.doubtful == renamed.plain == frozenset(longer)
+    assert renamed.named_like(["c"]) == listed
 
 
 # The groups of a reference whose optimizer is keyed by name.
@@ -315,11 +305,9 @@ def numbered(source: Checkpoint, reference: Checkpoint) -> list[str]:
 def test_ids_without_gaps_are_those_of_torch_optim_where_the_known_groups_leave_no_other_way() -> None:
     source = with_origin(file_of(optimizer([[0, 1], [2, 3]])), flavor="lightning")
     shapes = dict.fromkeys(("a.w", "b.w", "c.w", "d.w"), (3,))
-    model = ParameterOrder(tuple(shapes), shapes)
+    model = order_of(tuple(shapes), shapes)
     groups = (("c.w", "a.w"), ("b.w", "d.w"))
-    known = ParameterOrder(
-        ("c.w", "a.w", "b.w", "d.w"), shapes, authoritative=True, groups=groups, in_model_order=False
-    )
+    known = order_of(("c.w", "a.w", "b.w", "d.w"), shapes, authoritative=True, groups=groups, in_model_order=False)
     named = to_names(source, known, [model])
     assert named.optim is not None and list(named.optim.state) == ["c.w", "a.w", "b.w", "d.w"]
     with pytest.raises(NeedsInformationError, match="cannot name the 4 optimizer ids") as error:

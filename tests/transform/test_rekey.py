@@ -19,6 +19,7 @@ from fsdpckpt.transform.assignment import in_any_order, in_order
 from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_param_names
 from fsdpckpt.transform.rekey import to_ids, to_names
 from tests.ir.optimizers import with_entry, with_setting
+from tests.transform.orders import order_of
 
 SHAPES = {"e": (17, 9), "a": (28, 9), "b": (28,), "c": (9, 28), "n": (9,), "h": (9,)}
 
@@ -43,7 +44,7 @@ def _checkpoint(groups: list[list[int | str]] | None, shapes: dict[int | str, tu
 
 def _order(names: str = "eabcnh", **more: object) -> ParameterOrder:
     known = {name: SHAPES[name] for name in names}
-    return ParameterOrder(**{"names": tuple(names), "shapes": known, "source": "the order", **more})
+    return order_of(**{"names": tuple(names), "shapes": known, "source": "the order", **more})
 
 
 def _groups(checkpoint: Checkpoint) -> list[object]:
@@ -274,9 +275,9 @@ def test_a_second_source_of_the_same_sizes_in_another_order_is_a_contradiction()
 def test_a_second_source_with_other_names_or_shapes_is_a_contradiction() -> None:
     source = _checkpoint([[0, 1]], {0: (17, 9), 1: (28, 9)})
     with pytest.raises(SourceCorruptError) as error:
-        to_names(source, _order("ea", shared=frozenset()), [_order("eb")])
+        to_names(source, _order("ea", complete=True), [_order("eb")])
     assert error.value.details == ("a is not in the order", "b of the order is not in the order")
-    other = ParameterOrder(("e", "a"), {"e": (17, 9), "a": (9, 28)}, "the reference")
+    other = order_of(("e", "a"), {"e": (17, 9), "a": (9, 28)}, "the reference")
     with pytest.raises(SourceCorruptError, match="contradict"):
         to_ids(_checkpoint([["e", "a"]], {}), _order("ea"), [other])
 

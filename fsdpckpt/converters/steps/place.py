@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.steps.names import with_written_names
-from fsdpckpt.flat.names import model_names, name_contradictions
+from fsdpckpt.flat.names import name_contradictions
 from fsdpckpt.ir import Container, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.names import clean, normalise
 from fsdpckpt.ir.units import Units
 from fsdpckpt.text import plural, some_of
+from fsdpckpt.transform.listings import model_names
 from fsdpckpt.transform.placements import (
     LikeCheckpoint,
     Rules,

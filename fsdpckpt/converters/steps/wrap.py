@@ -10,7 +10,6 @@ from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.errors import UsageError, to_copy
 from fsdpckpt.flat.flatten.states import require_equal_states
-from fsdpckpt.flat.names import ParameterNames, model_names
 from fsdpckpt.flat.units import any_module
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
@@ -18,8 +17,10 @@ from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import under_first_names
 from fsdpckpt.ir.units import Units
+from fsdpckpt.transform.listings import model_names
 from fsdpckpt.transform.missing_state import require_complete
 from fsdpckpt.transform.selection import parameter_names
 
@@ -75,7 +76,7 @@ def _source_units(draft: Draft, changes: NameChanges) -> ResolvedUnits | None:
     return None if source is None else replace(source, units=changes.applied_to(source.units))
 
 
-def _names_left_out(draft: Draft, changes: NameChanges) -> ParameterNames | None:
+def _names_left_out(draft: Draft, changes: NameChanges) -> Listing | None:
     """The names of the model that ``--only optim`` leaves out, as the target has them; None if nothing is."""
     if draft.checkpoint.model is not None:
         return None
@@ -83,7 +84,7 @@ def _names_left_out(draft: Draft, changes: NameChanges) -> ParameterNames | None
     if names is None:
         return None
     kept = [param.name for param in names.params if changes.keeps(param.name)]
-    return names.renamed({name: changes.new_name(name) for name in kept})
+    return names.selected({name: changes.new_name(name) for name in kept})
 
 
 def _under_all_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:

@@ -24,14 +24,16 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
-from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, model_names
+from fsdpckpt.flat.names import UnitPrefixes
 from fsdpckpt.flat.units.build import ROOT_ONLY, module_paths
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.model_config import CONFIG, disagreements
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.model_config import config_fields
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.listings import model_names
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MOST_NAMES = 10  # of a model that differs, in an error
@@ -93,7 +95,7 @@ class BaseModel:
     """What the directory of a base model says: the names of its parameters, in order, and its class."""
 
     architecture: Architecture
-    names: ParameterNames
+    names: Listing
 
     def prefixes(self, classes: Sequence[str]) -> UnitPrefixes:
         """The modules of ``classes`` (``LlamaDecoderLayer``, or ``module:LlamaDecoderLayer``), and the root."""
@@ -190,10 +192,10 @@ def base_model(directory: str, sources: Sources) -> BaseModel:
     ordered = architecture.in_order(name for name in by_name if name not in dict(shared))
     return BaseModel(
         architecture,
-        ParameterNames(
+        Listing(
             tuple(_trained(by_name[name]) for name in ordered),
             ordered=True,
-            label=f"{directory}, in the order of {architecture.name}",
+            source=f"{directory}, in the order of {architecture.name}",
             shared=shared,
             from_reference=True,
         ),

@@ -19,11 +19,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, raw_names
+from fsdpckpt.flat.names import UnitPrefixes, raw_names
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, possible_numels, slice_lengths
 from fsdpckpt.flat.units.build import Settings, build_units, innermost_unit
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
@@ -57,7 +58,7 @@ class Candidate:
 
 
 def candidates(
-    checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes, *, parameters: Sequence[str] | None = None
+    checkpoint: Checkpoint, names: Listing, prefixes: UnitPrefixes, *, parameters: Sequence[str] | None = None
 ) -> Iterator[Candidate]:
     """The candidates for ``names``, lower tiers first. ``parameters``: exactly those of ``model.parameters()``."""
     options = _Candidates(checkpoint, names, prefixes)
@@ -65,12 +66,12 @@ def candidates(
 
 
 class _Candidates:
-    def __init__(self, checkpoint: Checkpoint, names: ParameterNames, prefixes: UnitPrefixes) -> None:
+    def __init__(self, checkpoint: Checkpoint, names: Listing, prefixes: UnitPrefixes) -> None:
         self.names = names
         self.world_size = checkpoint.world_size
         self.numels = possible_numels(checkpoint)
         self.prefixes = prefixes
-        self.label = f"units: names from {names.label}, prefixes from {prefixes.label}"
+        self.label = f"units: names from {names.source}, prefixes from {prefixes.label}"
         self.dtypes = _flat_dtypes(checkpoint)
         self.state_dtype = _state_dtype(checkpoint) if names.from_reference else None
         self.listed = _listed(checkpoint)
@@ -183,7 +184,7 @@ class _Candidates:
         shared: Sequence[tuple[str, str]] = (),
         assumed: str | None = None,
         tier: int = 0,
-        names: ParameterNames | None = None,
+        names: Listing | None = None,
     ) -> Candidate:
         """``names``: where ``params`` are certain, in the model's order."""
         named = names or self.names

@@ -25,11 +25,12 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.flags import Message
 from fsdpckpt.flat.match import FlatMatch
-from fsdpckpt.flat.names import ParameterNames, model_names, name_contradictions, optimizer_names, order_contradictions
+from fsdpckpt.flat.names import name_contradictions, order_contradictions
 from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, listed_keys
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Tensor
@@ -39,6 +40,7 @@ from fsdpckpt.readers.protocol import MANIFEST, Locate
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.listings import model_names, optimizer_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
     )
 
 
-def reference_names(path: str, sources: Sources) -> ParameterNames:
+def reference_names(path: str, sources: Sources) -> Listing:
     """The names and shapes of the checkpoint at ``path``. Raises SourceUnrecognisedError if it has none."""
     from fsdpckpt.readers.detect import open_checkpoint
 
@@ -166,13 +168,13 @@ def target_file(request: UnitsRequest, present: Collection[str], sources: Source
     return units if request.changes is None or as_in_file else request.changes.applied_to(units)
 
 
-def target_reference(request: UnitsRequest, present: Collection[str], sources: Sources) -> ParameterNames | None:
+def target_reference(request: UnitsRequest, present: Collection[str], sources: Sources) -> Listing | None:
     """The names of the reference of ``request``, as the target, ``present``, has them; None without a reference."""
     if request.reference is None:
         return None
     names = reference_names(request.reference, sources)
     name_of = request.names_in([param.name for param in names.params], present)
-    return names.renamed(name_of)
+    return names.selected(name_of)
 
 
 def require_agreement(units: Units, request: UnitsRequest, sources: Sources, described: str) -> None:
@@ -203,7 +205,7 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
         contradicted = [*name_contradictions(units, names, whole_model=False)]
         if not contradicted and names.ordered:
             order = [param.name for param in names.params]
-            contradicted += order_contradictions(units, order, names.label, across=names.in_model_order)
+            contradicted += order_contradictions(units, order, names.source, across=names.in_model_order)
         wrong += contradicted
     return wrong
 
@@ -231,7 +233,7 @@ def contradictions(units: Units, checkpoint: Checkpoint, *, dtype: DType | None 
     result: list[str] = []
     if checkpoint.model is not None:
         label = "the model section"
-        names = model_names(checkpoint, label) or ParameterNames((), ordered=False, label=label)
+        names = model_names(checkpoint, label) or Listing((), label, ordered=False)
         result.extend(name_contradictions(units, names, dtype=dtype))
         if names.ordered and checkpoint.layout is not Layout.FLATTENED:
             result.extend(order_contradictions(units, [param.name for param in names.params], label))

@@ -9,15 +9,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.flags import Flag
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
-from fsdpckpt.flat.names import (
-    ParameterNames,
-    UnitPrefixes,
-    model_names,
-    optimizer_names,
-    parameter_order,
-    prefixes_of,
-    unwrapped_names,
-)
+from fsdpckpt.flat.names import UnitPrefixes, parameter_order, prefixes_of
 from fsdpckpt.flat.slices import describe_lengths, is_sliced
 from fsdpckpt.flat.units.architectures import BaseModel, units_command
 from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, layers_glob
@@ -34,12 +26,14 @@ from fsdpckpt.flat.units.request import (
 )
 from fsdpckpt.flat.units.target import separate_buffers, target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
+from fsdpckpt.transform.listings import model_names, optimizer_names, unwrapped_names
 
 _SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
 
@@ -188,7 +182,7 @@ def _infer_units(
     return replace(result, order_known=False)
 
 
-def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames:
+def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> Listing:
     """Names, shapes and order: the checkpoint's own if they are ordered, else those of the reference."""
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
@@ -217,7 +211,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     return best.reordered(parameter_order(checkpoint), "the checkpoint's own names")
 
 
-def _recorded_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ParameterNames | None:
+def _recorded_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> Listing | None:
     """What a units file says of a model that had no units: names, shapes and order. None without such a file."""
     if request.file is not None:
         units = load_units(request.file, sources)
@@ -230,7 +224,7 @@ def _recorded_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sour
 def _unit_prefixes(
     checkpoint: Checkpoint,
     request: UnitsRequest,
-    names: ParameterNames,
+    names: Listing,
     sources: Sources,
     *,
     target_flattened: bool,
@@ -286,7 +280,7 @@ def _agreed_prefixes(
 
 def _refused_error(
     checkpoint: Checkpoint,
-    names: ParameterNames,
+    names: Listing,
     prefixes: UnitPrefixes,
     refusal: Refusal,
     command: str | None = None,
@@ -298,13 +292,13 @@ def _refused_error(
     )
     if command is not None:
         return NeedsInformationError(
-            f"the units of {checkpoint.source} cannot be inferred: the names of {names.label} are sorted",
+            f"the units of {checkpoint.source} cannot be inferred: the names of {names.source} are sorted",
             why="flat parameters follow model.parameters(), which weight files do not keep",
             next_step=to_copy(f"make a units file, then add {flags.units}", command),
             alternative=options,
         )
     return NeedsInformationError(
-        f"the units of {checkpoint.source} cannot be inferred: names from {names.label}, units from {prefixes.label}",
+        f"the units of {checkpoint.source} cannot be inferred: names from {names.source}, units from {prefixes.label}",
         details=[f"nearest: {refusal.nearest}", *refusal.contradictions],
         why="the names are those of a different model, units were left out, or rank files were mixed up; or the job "
         "used settings that were not tried",
@@ -335,7 +329,7 @@ def units_of_base(
     does, UsageError for classes that the model or the checkpoint does not have.
     """
     prefixes = base.prefixes(classes)
-    how = (f"names and shapes: {base.names.label}", f"wrapped: {prefixes.label}, and the root")
+    how = (f"names and shapes: {base.names.source}", f"wrapped: {prefixes.label}, and the root")
     checkpoint = None if source is None else open_checkpoint(source, sources=sources)
     if checkpoint is None or checkpoint.layout is not Layout.FLATTENED:
         units = build_units(base.names.params, prefixes.prefixes, request, shared=base.names.shared)

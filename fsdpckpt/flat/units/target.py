@@ -11,7 +11,6 @@ from itertools import groupby
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
-from fsdpckpt.flat.names import ParameterNames, model_names, optimizer_names, units_names, unwrapped_names
 from fsdpckpt.flat.units.architectures import units_command
 from fsdpckpt.flat.units.build import (
     Settings,
@@ -38,12 +37,14 @@ from fsdpckpt.globs import matches, matches_any
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import under_first_names
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Groups, Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.id_order import listed_order
+from fsdpckpt.transform.listings import model_names, optimizer_names, units_names, unwrapped_names
 from fsdpckpt.transform.parameter_order import from_param_names
 from fsdpckpt.transform.selection import parameter_names
 
@@ -56,7 +57,7 @@ def target_units(
     sources: Sources,
     *,
     dtype: DType | None = None,
-    left_out: ParameterNames | None = None,
+    left_out: Listing | None = None,
 ) -> ResolvedUnits:
     """The units of a flattened target of ``checkpoint`` (whole tensors, its optimizer keyed by name).
 
@@ -100,7 +101,7 @@ def _wrapping(
     request: UnitsRequest,
     source: ResolvedUnits | None,
     sources: Sources,
-    left_out: ParameterNames | None,
+    left_out: Listing | None,
 ) -> tuple[Units, str]:
     """Which parameters are in which unit, and how that is known."""
     from_file = target_file(request, parameter_names(checkpoint), sources)
@@ -153,7 +154,7 @@ def _wrapping(
         units = replace(settings.applied_to(units), world_size=source_units.world_size)
     require_known_order(units, names, checkpoint, request, sources)
     wrapping = " ".join(f"{flags.unit(glob)}" for glob in request.globs)
-    return units, f"target units: names from {names.label}, wrapping from {wrapping}"
+    return units, f"target units: names from {names.source}, wrapping from {wrapping}"
 
 
 def _require_same_model(units: Units, checkpoint: Checkpoint, request: UnitsRequest, dtype: DType | None) -> None:
@@ -374,8 +375,8 @@ def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> li
 
 
 def target_names(
-    checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, left_out: ParameterNames | None = None
-) -> ParameterNames:
+    checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, left_out: Listing | None = None
+) -> Listing:
     """The parameters in the order of ``model.parameters()``. ``left_out``: as for ``target_units``.
 
     Raises NeedsInformationError if they are not certain.
@@ -401,7 +402,7 @@ def target_names(
     return _require_settled(separate_buffers(chosen, request.buffers), checkpoint)
 
 
-def separate_buffers(names: ParameterNames, buffers: Sequence[str], *, all_match: bool = True) -> ParameterNames:
+def separate_buffers(names: Listing, buffers: Sequence[str], *, all_match: bool = True) -> Listing:
     """Names that nothing else decides: buffers if a ``--buffers`` glob matches, parameters otherwise.
 
     Raises UsageError for a glob that matches nothing, unless not ``all_match``.
@@ -412,12 +413,12 @@ def separate_buffers(names: ParameterNames, buffers: Sequence[str], *, all_match
     useless = [glob for glob in globs if not any(matches(param.name, glob) for param in names.params)]
     if useless and all_match:
         raise UsageError(
-            f"{flags.buffers(useless[0])} matches no name of {names.label}",
+            f"{flags.buffers(useless[0])} matches no name of {names.source}",
             next_step=f"{flags.buffers} with the names of the buffers, or {flags.buffers('none')}",
         )
     return replace(
         names,
-        params=tuple(
+        rows=tuple(
             replace(param, sharded=not matches_any(param.name, globs))
             if param.sharded is None and param.possible
             else param
@@ -426,7 +427,7 @@ def separate_buffers(names: ParameterNames, buffers: Sequence[str], *, all_match
     )
 
 
-def _with_reference(stored: ParameterNames | None, reference: ParameterNames) -> ParameterNames:
+def _with_reference(stored: Listing | None, reference: Listing) -> Listing:
     """The reference's names and order, with the dtypes and other facts from the checkpoint itself."""
     by_name = {param.name: param for param in stored.params} if stored is not None else {}
     params = tuple(
@@ -436,10 +437,10 @@ def _with_reference(stored: ParameterNames | None, reference: ParameterNames) ->
         for param in reference.params
         if stored is None or param.name in by_name
     )
-    return replace(reference, params=params)
+    return replace(reference, rows=params)
 
 
-def _listed_only(names: ParameterNames, order: tuple[str, ...], checkpoint: Checkpoint) -> ParameterNames:
+def _listed_only(names: Listing, order: tuple[str, ...], checkpoint: Checkpoint) -> Listing:
     """Exactly the parameters that ``--parameters`` lists; a sharded name that it lacks can only be a shared one."""
     by_name = {param.name: param for param in names.params}
     absent = [name for name in order if name not in by_name]
@@ -476,15 +477,15 @@ def _listed_only(names: ParameterNames, order: tuple[str, ...], checkpoint: Chec
     params = tuple(replace(by_name[name], sharded=by_name[name].sharded is not False) for name in order)
     return replace(
         names,
-        params=params,
+        rows=params,
         ordered=True,
         in_model_order=True,
-        label=f"{names.label} and {flags.parameters}",
+        source=f"{names.source} and {flags.parameters}",
         shared=tuple(shared),
     )
 
 
-def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> ParameterNames:
+def _require_settled(names: Listing, checkpoint: Checkpoint) -> Listing:
     """Only the parameters; raises NeedsInformationError for names that may be a parameter or a buffer, frozen or
     shared.
     """
@@ -518,11 +519,11 @@ def _require_settled(names: ParameterNames, checkpoint: Checkpoint) -> Parameter
             f"{flags.parameters('FILE')} (the names of model.named_parameters(), one per line), or "
             f"{flags.units('FILE')}",
         )
-    return replace(names, params=tuple(params))
+    return replace(names, rows=tuple(params))
 
 
 def require_known_order(
-    units: Units, names: ParameterNames, checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
+    units: Units, names: Listing, checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
 ) -> None:
     """Raises NeedsInformationError if ``names`` are in no model's order, and the target depends on it."""
     units_with_several = [unit for unit in units.units if len(unit.params) > 1]
@@ -531,4 +532,4 @@ def require_known_order(
     if matters and not (names.ordered and names.in_model_order):
         details = [f"{unit} has {plural(len(unit.params), 'parameter')}" for unit in units_with_several]
         command = units_command(request.reference or checkpoint.origin.directory, None, sources)
-        raise order_unknown(checkpoint.source, f"{names.label} does not keep it", details, command=command)
+        raise order_unknown(checkpoint.source, f"{names.source} does not keep it", details, command=command)

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.flat.names import ParameterNames, UnitPrefixes, prefixes_of
+from fsdpckpt.flat.names import UnitPrefixes, prefixes_of
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.candidates import candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Strategy, Units
 from tests.flat.flat_synthetic import checkpoint, local_model, name_list, named, optimizer, sharded_model
@@ -47,7 +48,7 @@ def units_of(
 
 def inferred(
     source: Checkpoint,
-    names: ParameterNames | None = None,
+    names: Listing | None = None,
     prefixes: UnitPrefixes = FROM_GLOBS,
     wanted: Settings = Settings(),  # noqa: B008
     **rest: object,
