@@ -7,7 +7,7 @@ from collections.abc import Mapping as Numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdpckpt import flags
 from fsdpckpt.converters.decision import Decision, Mapping
@@ -23,11 +23,13 @@ from fsdpckpt.ir.model_config import CONFIG
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.maps import AppliedMap, LayoutMap, Reading, apply_map, map_names, named_map, read_map
 from fsdpckpt.option_fields import Scope, options_of
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
+
+if TYPE_CHECKING:  # few conversions need maps
+    from fsdpckpt.maps import AppliedMap, LayoutMap
 
 _FILES = (".toml", ".json")
 
@@ -66,6 +68,8 @@ def _mapped(
     ``opened``: the source with the sections that are left out. Raises what ``apply_map`` raises, NeedsInformationError
     for a number that nothing gives, UsageError.
     """
+    from fsdpckpt.maps import Reading, apply_map
+
     layout_map = find_map(options)
     values = _values(layout_map, opened, options, sources)
 
@@ -87,6 +91,8 @@ def _mapped(
 
 def find_map(options: ConvertOptions) -> LayoutMap:
     """The map that ``--map`` names, or its inverse."""
+    from fsdpckpt.maps import map_names, named_map, read_map
+
     name = str(options.map)
     if name.endswith(_FILES) or "/" in name:
         found = read_map(name)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from fsdpckpt import flags
 from fsdpckpt.describe.describe import SectionSummary, describe
 from fsdpckpt.describe.rank_grid import FileState, RankGrid, rank_grid
@@ -17,6 +15,7 @@ from fsdpckpt.formats.zip import read_directory
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.spans import chunk_ends
+from fsdpckpt.ir.tensors import distinct
 from fsdpckpt.notebook import table
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest
@@ -152,7 +151,7 @@ def _readable(source: str, section: Section, sources: Sources) -> Checkpoint | N
         chunks = named.tensor.chunks
         filled = (chunks.size != 0).all(axis=1)
         ends = chunk_ends(named.tensor)
-        for number in np.unique(chunks.file[filled]).tolist():
+        for number in distinct(chunks.file[filled]).tolist():
             needed[number] = max(needed.get(number, 0), int(ends[filled & (chunks.file == number)].max()))
     for number, nbytes in needed.items():
         try:

@@ -23,7 +23,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.plan import Copies, Plan, rows_of, split_copies
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import ByteSource
@@ -398,7 +398,7 @@ def _add_spans(
 ) -> None:
     """Add to ``spans``, by source file, where ``selected`` copies begin and end. Their rows have ``width`` bytes."""
     ends = copies.source + (copies.rows - 1) * copies.source_pitch + width
-    for source in np.unique(copies.file[selected]).tolist():
+    for source in distinct(copies.file[selected]).tolist():
         of_source = selected & (copies.file == source)
         spans.setdefault(source, []).append(np.stack([copies.source[of_source], ends[of_source]]))
 

@@ -16,6 +16,7 @@ from fsdpckpt.execute.checks import copy_spans
 from fsdpckpt.execute.window import MAX_GAP
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ManifestFile, Note
 from fsdpckpt.ir.spans import covered_bytes, stored_bytes
+from fsdpckpt.ir.tensors import distinct
 from fsdpckpt.plan import Plan
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import is_url
@@ -44,7 +45,7 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
     by_path = _listed(checkpoint)
     sums = checkpoint.checksums
     own = np.bincount(sums.file, minlength=len(checkpoint.files))
-    summed = set(np.unique(sums.file[sums.crc != 0]).tolist())  # all 0: saved without checksums
+    summed = set(distinct(sums.file[sums.crc != 0]).tolist())  # all 0: saved without checksums
     read, selected = _bytes_read(plan), stored_bytes(checkpoint.leaves()) or {}
     rows: list[tuple[int, int, int, int]] = []
     unchecked: list[str] = []

@@ -29,7 +29,7 @@ from fsdpckpt.execute.journal import JournaledWindows, Recorder
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
 from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.plan.transfer import SeenBy, TransferPlan, Window, plan_transfers
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage import ByteSource
@@ -351,7 +351,7 @@ class _Run:
         each has a copy of its own, all read theirs.
         """
         own = np.zeros(len(ranges), np.bool_)
-        for file in np.unique(ranges[:, 0]).tolist():
+        for file in distinct(ranges[:, 0]).tolist():
             rows, ranks = np.flatnonzero(ranges[:, 0] == file), np.flatnonzero(self.seen_by[file])
             reads_own = file in self.apart and self.seen_by[file, self.group.rank]
             own[rows] = reads_own or ranks[rows % len(ranks)] == self.group.rank

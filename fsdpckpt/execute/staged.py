@@ -22,7 +22,7 @@ from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.plan import FilePlan
 from fsdpckpt.text import bytes_text
 
@@ -37,7 +37,7 @@ class StagedFile:
     @cached_property
     def _stored(self) -> Int64Array:
         """The offsets of all bytes of checksums that the file stores: they depend on the bytes, not on the plan."""
-        offsets = np.unique(self._plan.checksums[:, 2:])
+        offsets = distinct(self._plan.checksums[:, 2:])
         return (offsets[offsets >= 0][:, None] + np.arange(4)).ravel()
 
     def require_literals(self, begin: int, view: memoryview) -> None:
@@ -95,7 +95,7 @@ class StagedFile:
         plan = self._plan
         low = max(int(plan.write_items[:, 0].searchsorted(begin, side="right")) - 1, 0)
         high = int(plan.write_items[:, 0].searchsorted(end, side="left"))
-        return np.unique(plan.copies.file[int(plan.first_copy[low]) : int(plan.first_copy[high])])
+        return distinct(plan.copies.file[int(plan.first_copy[low]) : int(plan.first_copy[high])])
 
 
 class StagedCheck(SourceCheck):

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor, distinct
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -21,7 +21,7 @@ def slice_lengths(tensor: Tensor, world_size: int) -> Int64Array | None:
     each rank.
     """
     chunks = tensor.chunks
-    if tensor.ndim != 1 or len(np.unique(chunks.rank)) != len(chunks):
+    if tensor.ndim != 1 or len(distinct(chunks.rank)) != len(chunks):
         return None
     if ((chunks.stride[:, 0] != 1) & (chunks.size[:, 0] > 1)).any():  # not a slice of FSDP1's, which are dense
         return None

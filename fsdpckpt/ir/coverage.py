@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor, distinct
 
 _FEW_CHUNKS = 48  # up to this many, plain Python is faster than numpy's cost per call
 _MAX_CELLS = 1 << 20  # of the counting grid: 4 MiB of counters ...
@@ -115,7 +115,7 @@ def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> boo
         if cells > len(start):
             return False
         cell = cell * len(values) + which
-    return len(np.unique(cell)) == cells
+    return len(distinct(cell)) == cells
 
 
 def _find_flaws(shape: tuple[int, ...], start: Int64Array, size: Int64Array, rank: Int64Array) -> list[Flaw]:
@@ -134,7 +134,7 @@ def _find_flaws(shape: tuple[int, ...], start: Int64Array, size: Int64Array, ran
     box_start, box_size = boxes[:, : len(shape)], boxes[:, len(shape) :]
     holders = (start[valid], size[valid], rank[valid])
     edges = [
-        np.unique(np.concatenate([[0, length], box_start[:, k], box_start[:, k] + box_size[:, k]]))
+        distinct(np.concatenate([[0, length], box_start[:, k], box_start[:, k] + box_size[:, k]]))
         for k, length in enumerate(shape)
     ]
     cut = [k for k, edge in enumerate(edges) if len(edge) > 2]
@@ -198,7 +198,7 @@ def _holding_ranks(
     """The ranks whose boxes contain the cell from ``begin`` to ``end``."""
     start, size, rank = holders
     contains = (start <= np.asarray(begin, np.int64)) & (start + size >= np.asarray(end, np.int64))
-    ranks: list[int] = np.unique(rank[contains.all(axis=1)]).tolist()
+    ranks: list[int] = distinct(rank[contains.all(axis=1)]).tolist()
     return tuple(ranks)
 
 

@@ -248,7 +248,7 @@ class _NeedSearch:
 def _fill_rounds(nbytes: Int64Array, round_bytes: int) -> Int64Array:
     """The round of each window, which needs ``nbytes`` from other ranks; -1 for none. No round is empty."""
     needs = nbytes > 0
-    if not needs.any():  # as in a run of one process: skip np.unique, whose import takes time
+    if not needs.any():  # as in a run of one process: skip np.unique, which imports much
         return np.full(len(nbytes), -1, np.int64)
     # A round has the windows whose bytes begin in the same ``step``: at most as many bytes and one window's more.
     step = max(round_bytes - int(nbytes.max()), 1)

@@ -20,7 +20,7 @@ from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import checksums_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Manifest, NamedTensor, Problem, ProblemKind, problem_of
 from fsdpckpt.ir.spans import chunk_ends
-from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.manifest import check_listing, present_files, read_manifest
 from fsdpckpt.readers.protocol import MANIFEST
@@ -280,7 +280,7 @@ class TensorsInFiles:
             return []
         first, last = np.searchsorted(rows[3], begin, "right"), np.searchsorted(rows[0], end, "left")
         near = rows[:, first:last]
-        return [self._tensors[number] for number in np.unique(near[2, near[1] > begin]).tolist()]
+        return [self._tensors[number] for number in distinct(near[2, near[1] > begin]).tolist()]
 
     def _index(self) -> dict[int, Int64Array]:
         """The chunks of each file, sorted by offset, in rows of offset, end, number of the tensor, and largest end so

@@ -194,14 +194,14 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_help_and_inspect_import_nothing_heavy(saved: Path) -> None:
+def test_help_inspect_and_convert_import_nothing_heavy(saved: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "sys.argv = ['fsdpckpt', *sys.argv[1:]]\n"
         "from fsdpckpt.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = ('torch', 'rich', 'numpy', 'fsspec', 'jinja2')\n"
+        "heavy = ('torch', 'rich', 'numpy', 'numpy.ma', 'fsspec', 'jinja2', 'fsdpckpt.maps')\n"
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)\n"
     )
 
@@ -211,6 +211,9 @@ def test_help_and_inspect_import_nothing_heavy(saved: Path) -> None:
 
     assert imported("--help") == "[]"
     assert imported("inspect", str(saved)) == "['numpy']"
+    for target in ("dcp", "full.pt"):  # each from the one before
+        saved, source = tmp_path / target, saved
+        assert imported("convert", str(source), str(saved), "--quiet") == "['numpy']"
 
 
 ALL_ERRORS = [

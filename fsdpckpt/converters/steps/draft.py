@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.knowledge import Knowledge
@@ -14,9 +14,11 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.names import SourceNames
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.maps import AppliedMap
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.selection import NoKeyMatchesError
+
+if TYPE_CHECKING:
+    from fsdpckpt.maps import AppliedMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

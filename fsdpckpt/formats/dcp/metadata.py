@@ -56,6 +56,7 @@ _CLASSES = frozenset(
 PathElement = int | str
 _INTEGERS = {int}
 _MAX_FILE_BYTES = 1 << 63
+_SMALL = 96 << 10  # bytes of a file that is not scanned
 _WHY = "the metadata was damaged or edited, or a custom planner wrote it"
 
 
@@ -134,11 +135,19 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
     Raises SourceUnsafeError (unknown globals), SourceCorruptError (contradictions), SourceIncompleteError (lists all
     entries without a stored item).
     """
-    # The general reader accepts or reports anything unexpected: it sees each record.
+    # The general reader accepts or reports anything unexpected: it sees each record. It has read a small file before
+    # the patterns of the scanner are compiled.
+    if source.nbytes <= _SMALL:
+        return _parse_all(source)
     with suppress(NotScannedError, SourceCorruptError, SourceUnsafeError):
         with without_collection():
             scan = scan_metadata(source)
         return _parse_scanned(scan, source.path)
+    return _parse_all(source)
+
+
+def _parse_all(source: ByteSource) -> DcpMetadata:
+    """The same with every record loaded."""
     return _Parser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
 
 

@@ -29,19 +29,27 @@ PLAIN = rb"[)\]}(teausbR\x81\x85-\x89NQ\x93]|K.|M..|J.{4}|G.{8}|c[^\n]{1,99}\n[^
 PUTS = rb"q.|r.{4}"
 MEMOIZES = b"\x94"
 INTEGERS = re.compile(INTEGER, re.DOTALL)
-_UNMEMOISED = rb"|".join((PLAIN, GET, SHORT_TEXT, TEXT))
+
+
+def plain(*, numbered: bool, skipped: bytes = b"") -> bytes:
+    """A pattern for opcodes that are copied and are no references, as protocols with memo numbers of their own
+    (``numbered``), or the later ones, have them. ``skipped``: opcodes at which they end.
+    """
+    puts, text = (PUTS, TEXT) if numbered else (MEMOIZES, SHORT_TEXT)
+    end = rb"(?!" + re.escape(skipped) + rb")" if skipped else b""
+    return rb"|".join((PLAIN, puts, end + rb"(?:" + text + rb")"))
 
 
 # Compiled when they are needed: with 255 lengths of a text that takes a while.
 @cache
-def memoising(puts: bytes) -> re.Pattern[bytes]:
-    """A pattern for each opcode that memoises a value, which ``puts`` matches, with all opcodes before it, and for the
-    end.
-    """
-    return re.compile(rb"(?:" + _UNMEMOISED + rb")*+(" + puts + rb"|\Z)", re.DOTALL)
+def memoising(*, numbered: bool) -> re.Pattern[bytes]:
+    """A pattern for each opcode that memoises a value, with all opcodes before it, and for the end."""
+    puts, text = (PUTS, TEXT) if numbered else (MEMOIZES, SHORT_TEXT)
+    others = rb"|".join((PLAIN, GET, text))
+    return re.compile(rb"(?:" + others + rb")*+(" + puts + rb"|\Z)", re.DOTALL)
 
 
 @cache
 def in_frame() -> re.Pattern[bytes]:
-    """A pattern for opcodes within a frame."""
-    return re.compile(rb"(?:" + _UNMEMOISED + rb"|" + MEMOIZES + rb")*+", re.DOTALL)
+    """A pattern for opcodes within a frame, which only later protocols have."""
+    return re.compile(rb"(?:" + plain(numbered=False) + rb"|" + GET + rb")*+", re.DOTALL)

@@ -23,17 +23,7 @@ from fsdpckpt.formats.pickle.operands import (
     sizes_of,
     smallest_integers,
 )
-from fsdpckpt.formats.pickle.patterns import (
-    GET,
-    MEMOIZES,
-    NEW,
-    PLAIN,
-    PUTS,
-    SHORT_TEXT,
-    TEXT,
-    in_frame,
-    memoising,
-)
+from fsdpckpt.formats.pickle.patterns import GET, MEMOIZES, NEW, in_frame, memoising, plain
 from fsdpckpt.formats.pickle.records import Example, Form, Holder, Reads, Record, Row, Run, Scan
 
 _SHORT_TEXT_OPCODE, _STOP = 0x8C, ord(".")
@@ -88,8 +78,8 @@ class Scanner:
 
     def __init__(self, records: Sequence[Record], *, numbered: bool, skipped: Skipped | None = None) -> None:
         self._records, self._numbered, self._skipped = records, numbered, skipped
-        skip = b"" if skipped is None else skipped.key + skipped.begin
-        self._step, self._references_in = _step(tuple(records), numbered, skip), _references_in(numbered, skip)
+        self._step = _step(tuple(records), numbered, b"" if skipped is None else skipped.key + skipped.begin)
+        self._references_in = _references_in(numbered)
         self._out = bytearray()
         self._memo = Memo()
         self._numbers: list[bytes] = []  # the opcodes that give a value a memo number
@@ -154,17 +144,17 @@ class Scanner:
     def _copy(self, opcodes: bytes) -> None:
         """Copy opcodes, and replace the references among them."""
         if self._numbered:
-            self._numbers += filter(None, memoising(PUTS).findall(opcodes))
+            self._numbers += filter(None, memoising(numbered=True).findall(opcodes))
         elif MEMOIZES in opcodes:
-            self._memo.keep(memoising(MEMOIZES).findall(opcodes).count(MEMOIZES))
+            self._memo.keep(memoising(numbered=False).findall(opcodes).count(MEMOIZES))
         gets = self._gets
-        for get, plain in self._references_in.findall(opcodes):
+        for get, others in self._references_in.findall(opcodes):
             if get:
                 self._out += gets.get(get) or self._reference(get)
-            self._out += plain
+            self._out += others
 
     def _other(self, data: bytes, at: int) -> int:
-        """Copy a long text, or end the walk; return where the opcode ends."""
+        """Copy a text of another protocol, or a long one, or end the walk; return where the opcode ends."""
         opcode = data[at]
         if opcode == _STOP:
             self._out.append(opcode)
@@ -427,20 +417,14 @@ def _step(records: tuple[Record, ...], numbered: bool, skipped: bytes) -> re.Pat
     runs = b"".join(rb"(" + record.in_a_row + rb")|" for record in records)
     skip = re.escape(skipped) if skipped else rb"(?!)"
     get = GET + rb"(?=.{%d})(?!%b)" % (_NEW_NBYTES, NEW)
-    copied = rb"(?:%b){0,%d}+" % (rb"|".join((*_plain(numbered, skip), get)), _MAX_COPIED)
+    copied = rb"(?:%b|%b){0,%d}+" % (plain(numbered=numbered, skipped=skipped), get, _MAX_COPIED)
     return re.compile(runs + rb"(" + skip + rb")|(" + GET + rb"?+" + copied + rb")", re.DOTALL)
 
 
 @cache
-def _references_in(numbered: bool, skipped: bytes) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
+def _references_in(numbered: bool) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
     """A pattern for a reference, if there is one, and the opcodes up to the next one: a group for each."""
-    skip = re.escape(skipped) if skipped else rb"(?!)"
-    return re.compile(rb"(" + GET + rb")?+((?:" + rb"|".join(_plain(numbered, skip)) + rb")*+)", re.DOTALL)
-
-
-def _plain(numbered: bool, skip: bytes) -> tuple[bytes, ...]:  # noqa: FBT001 (as above)
-    """Patterns for opcodes that are no references. ``skip``: a pattern for where they end."""
-    return PLAIN, PUTS if numbered else MEMOIZES, rb"(?!" + skip + rb")(?:" + SHORT_TEXT + rb")", TEXT
+    return re.compile(rb"(" + GET + rb")?+((?:" + plain(numbered=numbered) + rb")*+)", re.DOTALL)
 
 
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:

@@ -29,6 +29,7 @@ from fsdpckpt.ir.tensors import (
     Shard,
     Tensor,
     contiguous_stride,
+    distinct,
 )
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import as_fully_shard, mesh_box
@@ -288,7 +289,7 @@ def _starts_on(
             (size != chunks.size[:, 0]).any()
             or (start != declared.start[:, 0])[declared_right].any()
             or size.sum() != tensor.shape[0]
-            or len(np.unique(chunks.rank)) < len(chunks)
+            or len(distinct(chunks.rank)) < len(chunks)
         ):
             return {}
         starts[tensor.key] = start
