@@ -260,7 +260,7 @@ app.command(
     cls=HelpCommand,
     short_help="Show what a checkpoint holds, and if it is complete.",
     epilog=inspect.EXAMPLES,
-)(command(inspect.inspect_command, [_SRC], [InspectOptions], "fsdpckpt.describe"))
+)(command(inspect.inspect_command, [_SRC], [InspectOptions], "fsdpckpt.queries.inspect"))
 app.command(
     "convert",
     cls=_ConvertHelp,
@@ -275,10 +275,10 @@ app.command(
     )
 )
 app.command("diff", cls=HelpCommand, short_help="Compare two checkpoints key by key.", epilog=diff.EXAMPLES)(
-    command(diff.diff_command, [_A, _B], [DiffOptions], "fsdpckpt.verify.compare")
+    command(diff.diff_command, [_A, _B], [DiffOptions], "fsdpckpt.queries.diff")
 )
 app.command("verify", cls=HelpCommand, short_help="Check a checkpoint for damage.", epilog=verify.EXAMPLES)(
-    command(verify.verify_command, [_SRC], [VerifyOptions], "fsdpckpt.verify.integrity")
+    command(verify.verify_command, [_SRC], [VerifyOptions], "fsdpckpt.queries.verify")
 )
 app.command(
     "units", cls=HelpCommand, short_help="Make a units file for FSDP1's flattened shards.", epilog=units.EXAMPLES

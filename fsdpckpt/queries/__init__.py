@@ -1,0 +1,1 @@
+"""What ``inspect``, ``diff``, ``verify``, ``open`` and ``units`` answer: a record of options in, a result out."""
