@@ -86,7 +86,7 @@ class InspectOptions(OptionRecord):
     )
     stats: bool = option("Read the data: min, max, mean, std, norm, NaN and Inf counts of each tensor.", default=False)
     report: str | None = option(
-        "Also write a self-contained page: who holds what, sizes by module, the optimizer's health.",
+        "Also write an HTML page: what each rank has, sizes by module, the state of the optimizer.",
         metavar="FILE.html",
     )
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
@@ -112,12 +112,10 @@ class DiffOptions(OptionRecord):
         "only", "Compare only this section; NAME is one of several models or optimizers, as inspect lists them."
     )
     report: str | None = option(
-        "Also write a self-contained page: how far each layer and state moved, outliers, what only one has.",
+        "Also write an HTML page: how far each layer and state moved, outliers, keys that only one side has.",
         metavar="FILE.html",
     )
-    all_keys: bool = option(
-        "One row per key, also of what is the same; do not fold layers.", default=False, flag=flags.all_
-    )
+    all_keys: bool = option("One row per key, equal keys too; do not fold layers.", default=False, flag=flags.all_)
     strict: bool = option(
         "Treat extras that only one side can hold (random states of ranks) as differences.", default=False
     )
@@ -217,7 +215,7 @@ class OutputOptions(OptionRecord):
 
     as_json: bool = option("Print one JSON document on stdout, and nothing else there.", default=False, flag=flags.json)
     quiet: bool = option("Suppress messages and progress on stderr.", default=False, short="-q")
-    fail_on: Literal["warning"] | None = option("Exit with 1 if there is a warning; what is written stays.")
+    fail_on: Literal["warning"] | None = option("Exit with 1 if there is a warning; the output is kept.")
 
 
 def keywords_of(function: Callable[..., object], record: OptionRecord) -> dict[str, Any]:

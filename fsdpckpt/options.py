@@ -130,7 +130,7 @@ class ConvertOptions(OptionRecord):
         scope=Scope.SHARDED,
     )
     like: str | None = option(
-        "Per-rank DTensor files whose meshes and placements the target gets.",
+        "Per-rank DTensor files whose meshes and placements are used for the target.",
         Heading.WRITTEN,
         kind=PATH,
         metavar="PATH",
@@ -257,7 +257,9 @@ class ConvertOptions(OptionRecord):
         scope=Scope.FLAT_PARAMETERS,
     )
     use_orig_params: bool | None = option(
-        "The use_orig_params that FSDP1 was, or will be, given.", Heading.UNITS, scope=Scope.FLAT_PARAMETERS
+        "The use_orig_params of the training job that saved SRC or will load DST.",
+        Heading.UNITS,
+        scope=Scope.FLAT_PARAMETERS,
     )
     strategy: Strategy | None = option(
         "FSDP1's sharding strategy (default: full-shard).", Heading.UNITS, scope=Scope.FLAT_PARAMETERS
@@ -370,7 +372,7 @@ class LaunchOptions(OptionRecord):
         scope=Scope.WORKERS,
     )
     fault_limit: float = option(
-        "End all workers this long after one is lost.",
+        "End all workers this many seconds after one is lost.",
         Heading.WORKERS,
         default=15.0,
         metavar="SECONDS",
@@ -384,18 +386,18 @@ class EachOptions(OptionRecord):
     """Which checkpoints of a run are converted, if SRC is one."""
 
     each: str | None = option(
-        "SRC is a run: convert each of its checkpoints that matches, to one of the same name in DST; those that are "
-        "there and complete are compared.",
+        "SRC is a run: convert every checkpoint in it that matches, to one of the same name in DST; those that are "
+        "in DST already are compared, not written again.",
         Heading.RUN,
         metavar="GLOB",
     )
     newer_than: str | None = option(
-        "Only those that come after this one, in the natural order of their names.",
+        "With --each: only checkpoints that come after this one (900 comes before 1000).",
         Heading.RUN,
         metavar="NAME",
     )
     watch: float | None = option(
-        "Look again this long after the last one was converted, until interrupted; one that is still being saved is "
+        "With --each: look for new checkpoints again and again, with this pause; one that is still being saved is "
         "tried again.",
         Heading.RUN,
         metavar="SECONDS",

@@ -42,7 +42,7 @@ class Attempt:
 
     @property
     def was_there(self) -> bool:
-        """Whether the target was complete already: every byte was compared, and none was written."""
+        """Whether the target was already complete: every byte was compared, and none was written."""
         return self.report is not None and self.report.was_complete
 
     def to_json(self) -> dict[str, object]:
@@ -159,7 +159,7 @@ def _require_glob(each: EachOptions) -> str:
     if each.newer_than is not None and not _has_form(each.newer_than, each.each):
         raise UsageError(
             f"{flags.newer_than(each.newer_than)} is not such a name as {flags.each(each.each)} selects",
-            next_step="give the name of one of these checkpoints; it need not be there any more",
+            next_step="give the name of one of these checkpoints; it may be gone by now",
         )
     return each.each
 

@@ -61,7 +61,7 @@ class HelpCommand(TyperCommand):
                     flags = " or ".join((*option.opts, *option.secondary_opts))
                     raise UsageError(f"{flags} is given more than once", next_step="give it once")
             if words:
-                raise UsageError(f"there is one argument too many: {words[0]}")
+                raise UsageError(f"unexpected argument: {words[0]}")
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -135,7 +135,7 @@ def _attempt_text(attempt: Attempt) -> str:
     if report is None:
         return f"{attempt.name}: failed"
     if attempt.was_there:
-        return f"{attempt.name}: complete already, compared"
+        return f"{attempt.name}: already complete, compared"
     size = f"{plural(report.tensors, 'tensor')}, {size_text(report.tensor_bytes)}"
     return f"{attempt.name}: {_heading_text(report)}, {size}, {duration_text(report.seconds)}"
 

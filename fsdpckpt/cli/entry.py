@@ -85,7 +85,7 @@ def _usage_error(error: BaseException) -> BaseException:
 
     unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
     message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
-    what = f"there is no option {unknown}" if unknown else message[:1].lower() + message[1:]
+    what = f"no such option: {unknown}" if unknown else message[:1].lower() + message[1:]
     expected = _expected(error, message)
     meant = _meant_option(error, unknown) if unknown else _meant_command(message)
     return UsageError(what, expected=expected, next_step=meant)

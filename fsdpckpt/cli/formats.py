@@ -53,7 +53,7 @@ def formats_command(output: Output) -> int:
     """
     formats = list(all_formats())
     output.document(lambda: {"formats": [asdict(each) for each in formats]}, "formats")
-    rows = [("kind", "name", "what it is", "written as", "tried with")]
+    rows = [("kind", "name", "what it is", "written as", "tested with")]
     rows += [(each.kind, each.name, each.title, _written(each), each.tested or "-") for each in formats]
     heading, *lines = table_lines(rows, right=())
     table: list[Line] = [Styled(heading, Colour.HEADING), *lines]

@@ -45,7 +45,9 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     if options.names_only:
         for flag, is_given in (("--json", output.as_json), ("--all", options.all_keys), ("--ranks", options.ranks)):
             if is_given:
-                raise UsageError(f"--names-only does not go with {flag}", next_step=f"drop --names-only or {flag}")
+                raise UsageError(
+                    f"--names-only cannot be combined with {flag}", next_step=f"drop --names-only or {flag}"
+                )
     if options.report is not None:  # before an hour of --stats, not after it
         from fsdpckpt.report import check_report
 

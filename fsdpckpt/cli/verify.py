@@ -93,10 +93,12 @@ def _show_resumption(output: Output, source: str, resumption: Resumption) -> Non
         return
     output.message(f"{resumption.flavor} does not resume from {source} on {ranks}")
     if resumption.beyond_conversion:
-        output.message("no conversion adds what is missing: it has to be saved by the job, or not to be loaded")
+        output.message("no conversion can add what is missing: only the job that saves it can")
         return
     for reason in resumption.still_missing:
-        output.message(f"no conversion adds this: {reason}" if resumption.command else f"cannot be converted: {reason}")
+        output.message(
+            f"no conversion can add this: {reason}" if resumption.command else f"cannot be converted: {reason}"
+        )
     if resumption.command is not None:
         output.message(f"next: {resumption.command}")
 

@@ -328,7 +328,8 @@ def _require_section_of_form(checkpoint: Checkpoint, flavor: Flavor, form: Form,
     """Raises UsageError or SourceMissingError if the checkpoint has none of the sections in ``form``."""
     if form.optim is None and only is Section.OPTIM:
         raise UsageError(
-            f"{flags.only('optim')} does not go with {flags.flavor(flavor.name)}, which has no place for the optimizer",
+            f"{flags.only('optim')} cannot be combined with {flags.flavor(flavor.name)}, which has no place for the "
+            "optimizer",
             next_step=f"drop {flags.only}, or {flags.flavor}",
         )
     if form.optim is None and not checkpoint.has(Section.MODEL):
@@ -408,7 +409,9 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         steps = _recorded_steps(checkpoint, sources)
         defaults.append((form.counter, steps or 0))
         if steps is None:
-            message = f"nothing in {checkpoint.source} says how many steps the optimizer has made: {form.counter} = 0"
+            message = (
+                f"{checkpoint.source} does not record how many steps the optimizer has made: {form.counter} is set to 0"
+            )
             notes.append(Note("resumption", message, warning=True))
     if defaults:
         added = ", ".join(f"{key} = {value!r}" for key, value in defaults)

@@ -144,7 +144,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
     fitting = _fitting(flavor, suffix, options, source)
     if not fitting:
         raise UsageError(
-            f"{flags.flavor(flavor.name)} does not go with "
+            f"{flags.flavor(flavor.name)} cannot be combined with "
             + _request_text(suffix, replace(options, key_type=None, only=None), " and "),
             expected="; ".join(map(_describe_change, flavor.forms)),
             next_step=_what_to_change(flavor, suffix, options, source),
@@ -153,7 +153,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
     if form.optim is not None and not form.any_key_type and options.key_type not in (None, form.key_type):
         keys = f"keys its optimizer by {form.key_type}" if form.key_type else "has its own kind of keys in this form"
         raise UsageError(
-            f"{flags.key_type(options.key_type)} does not go with {flags.flavor(flavor.name)}, which {keys}",
+            f"{flags.key_type(options.key_type)} cannot be combined with {flags.flavor(flavor.name)}, which {keys}",
             next_step=f"drop {flags.key_type}",
         )
     return form

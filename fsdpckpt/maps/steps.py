@@ -149,7 +149,7 @@ class Cat:
                 first = [extent for dim, extent in enumerate(members[0][1].shape) if dim != self.dim]
                 if rest or whole != unit or other != first:
                     raise StepError(
-                        f"{_shape(tensor)} does not go with {_shape(members[0][1])} along dimension {self.dim} in the "
+                        f"{_shape(tensor)} does not fit {_shape(members[0][1])} along dimension {self.dim} in the "
                         f"proportions {', '.join(map(str, sizes))}",
                         member,
                     )

@@ -160,7 +160,7 @@ def require_one_each(source: str, parts: Sequence[ReadPart], sources: Sources) -
         apart = _apart(source, candidates, parts) if _same_names(what, candidates) else ()
         if apart:
             if len({_NUMBERS.sub("#", path) for path in apart}) == 1:  # steps, and not one model in several forms
-                next_step = f"name the one to read, for example {shlex.quote(proposed(source, apart, sources))}"
+                next_step = f"give the path of one of them, for example {shlex.quote(proposed(source, apart, sources))}"
                 why = _EACH_FILE
             raise SeveralCheckpointsError(
                 what_is_wrong,
@@ -208,7 +208,7 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
     """
     named = _path_for_user(candidates, parts)
     directories = [candidate.origin.directory for candidate in candidates]
-    name_one = f"name the one to read, for example {shlex.quote(named)}"
+    name_one = f"give the path of one of them, for example {shlex.quote(named)}"
     if posixpath.commonpath([directory or "." for directory in directories]) not in directories:
         return name_one
     if not _same_names(what, candidates):
@@ -295,7 +295,7 @@ def several_checkpoints(
         details=ordered,
         most_shown=MAX_CANDIDATES,
         why="; ".join((why or _EACH, *lost)),
-        next_step=f"name the one to read, for example {shlex.quote(proposed(path, ordered, sources))}",
+        next_step=f"give the path of one of them, for example {shlex.quote(proposed(path, ordered, sources))}",
         file=path,
         checkpoints=sorted((*candidates, *empty), key=natural),
     )

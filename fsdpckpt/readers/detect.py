@@ -83,7 +83,7 @@ def open_checkpoint(
     candidates), and what the readers raise. Problems that do not prevent reading are in ``Checkpoint.problems``.
     """
     if not source:
-        raise UsageError("the path of a checkpoint is empty", why=EMPTY, next_step="name a file or a directory")
+        raise UsageError("the path of a checkpoint is empty", why=EMPTY, next_step="give a file or a directory")
     entry = sources.stat(source)
     if entry is None:
         raise missing(source)
@@ -126,7 +126,9 @@ class _Opening:
                 expected="a torch.save file (zip), a safetensors file or its index, or a directory",
                 found=f"{bytes_text(entry.nbytes)} beginning with {str(head)[1:]}" if head else "an empty file",
                 why=None if head else "the save or the copy did not finish",
-                next_step=to_look("see what is there, and name a checkpoint", f"ls -l {_parent_quoted(self.source)}"),
+                next_step=to_look(
+                    "see what is there, and give the path of a checkpoint", f"ls -l {_parent_quoted(self.source)}"
+                ),
             )
         try:
             read = self._read(part)
@@ -156,9 +158,9 @@ class _Opening:
     def directory(self) -> Checkpoint:
         if os.path.realpath(self.source) == "/" and not is_url(self.source):
             raise SourceUnrecognisedError(
-                f"{self.source} is the root of the file system, and not a checkpoint",
+                f"{self.source} is the root of the file system, not a checkpoint",
                 file=self.source,
-                next_step="name the directory of one checkpoint",
+                next_step="give the directory of one checkpoint",
             )
         found = self.search.find(self.source)
         if found is None:
@@ -267,7 +269,7 @@ class _Opening:
         if part.ranks_inferred and not read.auxiliary and read.whole():
             raise NeedsInformationError(
                 f"{part.label}: each of these files holds whole tensors",
-                why="they may be different checkpoints, or the parts of tensor-parallel ranks: nothing in them tells",
+                why="they may be different checkpoints, or the parts of tensor-parallel ranks: nothing shows which",
                 next_step="if each is a checkpoint of its own, name one of them; parts have to be merged with the "
                 "script of the trainer that wrote them",
                 file=part.label,
@@ -311,7 +313,7 @@ class _Opening:
             "directories below",
             found=some_of(names, 8) or "an empty directory",
             next_step=to_look(
-                "see what is there, and name the directory of one checkpoint", f"ls -l {shlex.quote(self.source)}"
+                "see what is there, and give the directory of one checkpoint", f"ls -l {shlex.quote(self.source)}"
             ),
         )
 

@@ -127,7 +127,7 @@ def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Map
         file=source,
         expected="tensors by name, or the state dict of an optimizer",
         found=some_of(list(extra), _MAX_KEYS) or "nothing",
-        why="it is only that part of a checkpoint that says where the training stood",
+        why="it has only the extras of a checkpoint: schedulers, random states, counters",
         next_step="name the directory that has the model, too",
     )
 
@@ -193,7 +193,7 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
         details=[f"{with_model.label}: {some_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
         why="they belong to different models, or a tool renamed the parameters of one of them (torchtune saves weights "
         "under Hugging Face's names, and its optimizer under its own)",
-        next_step=f"name the one to read, for example {shlex.quote(with_model.label)}",
+        next_step=f"give the path of one of them, for example {shlex.quote(with_model.label)}",
         file=source,
     )
 

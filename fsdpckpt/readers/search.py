@@ -175,7 +175,7 @@ class Search:
                     details=[f"the last was {path}"],
                     file=self._source,
                     why="it holds far more than a checkpoint",
-                    next_step="name the directory of one checkpoint",
+                    next_step="give the directory of one checkpoint",
                 )
             self._listings[path] = self._listed(path)
         return self._listings[path]

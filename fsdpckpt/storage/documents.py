@@ -39,7 +39,7 @@ class Document:
         if not os.path.isdir(directory):
             raise self._unwritable(path, f"{directory} is not a directory")
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise self._unwritable(path, f"{directory} is not writable for you")
+            raise self._unwritable(path, f"you have no permission to write in {directory}")
 
     def write(self, path: str, source: str, content: str) -> int:
         """Write ``content``, which begins with ``mark``, to ``path``; returns its length in bytes.
@@ -84,17 +84,17 @@ class Document:
         if os.path.isdir(path):
             inside = os.path.join(path, self.noun + self.suffixes[0])
             raise TargetExistsError(
-                f"{path} is a directory, and the {self.noun} is one file",
+                f"{path} is a directory; the {self.noun} is one file",
                 file=path,
                 next_step=f"{self.option(inside)}",
             )
         if os.path.exists(path) and not os.path.isfile(path):
             raise TargetUnwritableError(
-                f"{path} is a pipe or a device, and the {self.noun} is a file", file=path, next_step=self._example
+                f"{path} is a pipe or a device; the {self.noun} is a file", file=path, next_step=self._example
             )
         if os.path.exists(path) and not self._is_earlier_one(path):
             raise TargetExistsError(
-                f"{path} exists, and is not a {self.noun} that {self.option} wrote",
+                f"{path} exists and is not a {self.noun} that {self.option} wrote",
                 file=path,
                 why=f"an earlier {self.noun} would be replaced; anything else is left alone",
                 next_step=f"give {self.option} another name",

@@ -98,7 +98,7 @@ def _open_error(path: str, error: OSError) -> SourceError:
         return SourceError(
             f"{path} cannot be opened: {error.strerror}",
             file=path,
-            why="this process may have only few files open, and others than those of SRC are open",
+            why="this process may open only a few files at once, and some are open that are not SRC's",
             next_step=to_copy("allow more", "ulimit -n 1024"),
             run_again=True,
         )
@@ -149,7 +149,7 @@ class LocalFile(ByteSource):
         path = self.path
         if modes.S_ISDIR(status.st_mode):
             raise SourceUnrecognisedError(
-                f"{path} is a directory, and a file is needed", file=path, next_step="give a file in it"
+                f"{path} is a directory; a file is needed", file=path, next_step="give a file in it"
             )
         if not modes.S_ISREG(status.st_mode):
             raise SourceUnrecognisedError(

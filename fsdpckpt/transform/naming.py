@@ -151,7 +151,7 @@ def _model_unknown(ids: Ids, order: ParameterOrder) -> NeedsInformationError:
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source}",
         why="the ids count over all parameters of the model, and only the order of the optimizer is known",
-        next_step=f"add {flags.parameters('FILE')} with the names of model.parameters(), one a line, or "
+        next_step=f"add {flags.parameters('FILE')} with the names of model.parameters(), one per line, or "
         f"{flags.reference('PATH')} of a torch or DCP checkpoint of this model",
     )
 

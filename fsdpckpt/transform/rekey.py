@@ -86,7 +86,7 @@ def apply_key_type(
         return to_ids(checkpoint, first, orders[1:], rule=rule)
     if not orders:
         raise NeedsInformationError(
-            f"nothing in {checkpoint.source} says which parameter each optimizer id is",
+            f"nothing in {checkpoint.source} says which parameter each optimizer id stands for",
             why="no model in it is certainly that of the optimizer, and the param groups have no param_names",
             next_step=f"add {flags.reference('PATH')} (a checkpoint of this model), {flags.parameters('FILE')} (the "
             f"names of model.parameters(), one per line) or {flags.units('FILE')}",
@@ -304,8 +304,8 @@ def _unknown_order(checkpoint: Checkpoint, order: ParameterOrder | None) -> Need
         what,
         why=why,
         next_step=f"add {flags.parameters('FILE')} (the names in the order in which the job gives them to its "
-        f"optimizer, one a line), {flags.units('FILE')}, or {flags.reference('PATH')} of a torch or DCP checkpoint of "
-        "this model",
+        f"optimizer, one per line), {flags.units('FILE')}, or {flags.reference('PATH')} of a torch or DCP checkpoint "
+        "of this model",
     )
 
 
@@ -390,7 +390,7 @@ def _grouped_names(optim: Optimizer, order: ParameterOrder | None, source: str) 
         raise NeedsInformationError(
             f"the optimizer of {source} has no param_groups, so {says} which ids its states get",
             why="ids count in the order of the groups, over parameters without state too",
-            next_step=f"add {flags.parameters('FILE')} (the parameters of the optimizer, one name a line) or "
+            next_step=f"add {flags.parameters('FILE')} (the parameters of the optimizer, one per line) or "
             f"{flags.units('FILE')}",
         )
     return [list(group) for group in order.groups] if order.groups is not None else [list(order.names)]

@@ -108,4 +108,4 @@ class Difference:
         return table(self.summary, ("", "section", "key", "detail", ""), rows, len(rows))
 
     def __bool__(self) -> bool:
-        raise TypeError("a Difference is neither true nor false: ask .same")
+        raise TypeError("a Difference is neither true nor false: use .same")

@@ -95,7 +95,7 @@ class Verification:
         return table(self.summary, ("kind", "problem"), rows, len(rows))
 
     def __bool__(self) -> bool:
-        raise TypeError("a Verification is neither true nor false: ask .whole")
+        raise TypeError("a Verification is neither true nor false: use .whole")
 
 
 def unreadable(error: FsdpckptError) -> tuple[Problem, ...]:

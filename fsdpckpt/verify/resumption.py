@@ -117,7 +117,7 @@ def _has_keys_of(form: Form, checkpoint: Checkpoint) -> bool:
 
 def _other_form(checkpoint: Checkpoint, flavor: Flavor) -> str:
     found = f"{checkpoint.layout}, {checkpoint.container}, flavor {checkpoint.flavor}"
-    return f"{flavor.name} looks for other file names or keys: {checkpoint.source} is {found}"
+    return f"{flavor.name} expects other file names or keys: {checkpoint.source} is {found}"
 
 
 def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
@@ -143,10 +143,10 @@ def _missing_of_optimizer(optim: Optimizer, flavor: Flavor, form: Form) -> Itera
     if optim.groups is None and not flavor.groups_without_params:
         yield "the optimizer has no param groups, so its learning rates are unknown"
     if form.key_type is not None and optim.key_type not in (None, form.key_type):
-        yield f"the optimizer is keyed by {optim.key_type}, and {flavor.name} loads one keyed by {form.key_type}"
+        yield f"the optimizer is keyed by {optim.key_type}; {flavor.name} loads only one keyed by {form.key_type}"
     if flavor.two_groups and optim.groups is not None and len(optim.groups) != 2:
         count = plural(len(optim.groups), "param group")
-        yield f"the optimizer has {count}; that of {flavor.name} has two, and does not load this one"
+        yield f"the optimizer has {count}; {flavor.name} makes two, and cannot load this one"
     without = _without_state(optim)
     if without:
         yield f"{plural(len(without), 'parameter')} of the optimizer have no state, {without[0]} first"
@@ -161,7 +161,7 @@ def _without_state(optim: Optimizer) -> list[str]:
 
 def _wrong_ranks(checkpoint: Checkpoint, form: Form, ranks: int) -> Iterator[str]:
     if _has_rank_files(form) and ranks != checkpoint.world_size:
-        yield f"files by rank load only on the {plural(checkpoint.world_size, 'rank')} that saved them, not on {ranks}"
+        yield f"per-rank files load only on the {plural(checkpoint.world_size, 'rank')} that saved them, not on {ranks}"
 
 
 def _has_rank_files(form: Form) -> bool:
@@ -215,7 +215,7 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
     """What the framework goes on without, or counts differently."""
     devices = " and ".join(sorted(checkpoint.origin.mesh_devices - {form.mesh.device}))
     if _has_rank_files(form) and devices:
-        yield f"its DTensors name a mesh of {devices} devices: a job on {form.mesh.device} does not load them"
+        yield f"its DTensors are on a mesh of {devices} devices: a job on {form.mesh.device} cannot load them"
     for kind in flavor.rank_files:
         absent = [rank for rank in range(ranks) if kind.of(rank, ranks) not in names]
         saved_any = any(kind.rank_of(name) is not None or name == kind.single for name in names)
@@ -293,6 +293,6 @@ def changes_with_ranks(flavor: Flavor, names: Collection[str], saved_on: int | N
     )
     if flavor.counts_processes and any(_SCHEDULER_FILE.fullmatch(name) for name in names):
         yield (
-            f"{flavor.name} advances the LR schedule by {ranks} at each step, once per rank, where it was {saved_on}, "
+            f"{flavor.name} advances the LR schedule once per rank at each step: by {ranks} instead of {saved_on}, "
             "unless split_batches is set"
         )

@@ -22,7 +22,7 @@ def test_it_says_what_stops_a_framework_and_its_command_mends_it(
     monkeypatch.chdir(tmp_path)
     done = run("verify", saved, "--for", "accelerate", "--world-size", "2")
     assert done.code == 1
-    assert "problem: resume: accelerate looks for other file names or keys" in done.out
+    assert "problem: resume: accelerate expects other file names or keys" in done.out
     assert f"accelerate does not resume from {saved} on 2 ranks" in done.err
     (line,) = (line for line in done.err.splitlines() if line.startswith("next: fsdpckpt "))
     command = shlex.split(line.removeprefix("next: fsdpckpt "))
@@ -62,9 +62,9 @@ def test_what_torchtitan_opens_and_the_target_lacks_is_said(run: Run, saved: Pat
     assert done.code == 0 and "warning: it has no train_state: without it torchtitan stops, unless" in done.err
     done = run("verify", target, "--for", "torchtitan")
     assert done.code == 1 and "resume: it has no lr_scheduler" in done.out
-    assert "no conversion adds what is missing" in done.err and "next:" not in done.err
+    assert "no conversion can add what is missing" in done.err and "next:" not in done.err
     done = run("verify", saved, "--for", "torchtitan", "--world-size", "2")
-    assert "no conversion adds this: it has no train_state" in done.err and "next: fsdpckpt convert" in done.err
+    assert "no conversion can add this: it has no train_state" in done.err and "next: fsdpckpt convert" in done.err
 
 
 def test_what_a_conversion_leaves_as_it_is_is_not_proposed(run: Run, saved: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_run_in_json_is_the_same_table_and_other_commands_ask_for_one(run: Run
     ):
         done = run(*command)
         assert (done.code, done.out) == (4, ""), command
-        assert "name the one to read, for example run/checkpoint-1000" in done.err
+        assert "give the path of one of them, for example run/checkpoint-1000" in done.err
 
 
 def test_inspect_of_an_incomplete_checkpoint_shows_what_is_left(screen: Screen) -> None:

@@ -131,11 +131,11 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
     [
         ("out", {"flavor": "acelerate"}, "an unknown flavor"),
         ("out", {"flavor": "composer"}, "reads, but does not write"),
-        ("out", {"flavor": "huggingface", "to": Layout.SHARDED}, "does not go with"),
-        ("out.ckpt", {"flavor": "torchtitan"}, "does not go with"),
+        ("out", {"flavor": "huggingface", "to": Layout.SHARDED}, "cannot be combined with"),
+        ("out.ckpt", {"flavor": "torchtitan"}, "cannot be combined with"),
         ("out", {"flavor": "torchtitan", "world_size": 2, "key_type": "id"}, "keys its optimizer by name"),
         ("out", {"flavor": "verl"}, "a number of ranks"),
-        ("out", {"flavor": "accelerate", "to": Layout.FULL, "world_size": 2}, "does not go with"),
+        ("out", {"flavor": "accelerate", "to": Layout.FULL, "world_size": 2}, "cannot be combined with"),
     ],
 )
 def test_what_a_producer_does_not_save_is_refused(target: str, options: dict[str, object], what: str) -> None:

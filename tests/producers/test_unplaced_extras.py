@@ -136,7 +136,7 @@ def test_weights_for_hugging_face_need_a_model(full: str, tmp_path: Path) -> Non
     torch.save(torch.load(full)["optimizer"], alone)
     with pytest.raises(SourceMissingError, match="has no model, and flavor huggingface keeps nothing else"):
         fsdpckpt.convert(alone, tmp_path / "out", flavor="huggingface")
-    with pytest.raises(UsageError, match="only='optim' does not go with flavor='huggingface'"):
+    with pytest.raises(UsageError, match="only='optim' cannot be combined with flavor='huggingface'"):
         fsdpckpt.convert(full, tmp_path / "out", flavor="huggingface", only="optim")
 
 

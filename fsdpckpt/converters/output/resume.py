@@ -168,10 +168,10 @@ def resume_note(
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
         nbytes = int((job.claims[:, 2] - job.claims[:, 1]).sum())
-        there = f"{size_text(nbytes)} of {size_text(total)} were there already"
+        there = f"{size_text(nbytes)} of {size_text(total)} were already there"
         return Note("resumed", f"continued an interrupted run: {there}")
     if interrupted is None:
-        return Note("resumed", f"{target} was complete already: every byte was compared, nothing was written")
+        return Note("resumed", f"{target} was already complete: every byte was compared, nothing was written")
     return _cleared_note(interrupted, options, changed_sources) if anew else None
 
 

@@ -214,7 +214,7 @@ class Spooled(Rename):
         above = os.path.dirname(self._spool.root)
         notes = (*report.notes, Note("staged", f"converted in {above}, then uploaded"))
         if self._store_state is TargetState.COMPLETE_TO_COMPARE:
-            there = f"{self._url} was complete already: every byte was compared, nothing was uploaded"
+            there = f"{self._url} was already complete: every byte was compared, nothing was uploaded"
             notes = (*report.notes, Note("resumed", there))
         if not report.dry_run and self._owns_spool and os.path.lexists(self._spool.path):
             left = f"{self._url} is complete, but {self._spool.root} could not be removed: remove it"

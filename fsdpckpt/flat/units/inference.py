@@ -1,6 +1,6 @@
 """Infers the units of a flattened checkpoint, by excluding all others.
 
-Every candidate (``candidates``) is tried with every setting (``use_orig_params``, alignment, sharding
+Every candidate (``candidates``) is tested with every setting (``use_orig_params``, alignment, sharding
 group, the optimizer's ids). Those that the lengths of slices contradict are dropped. If all the rest read the same
 bytes as the same parameters, the units are known. Otherwise the error says which option decides; nothing is guessed.
 """

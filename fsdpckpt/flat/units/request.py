@@ -338,7 +338,7 @@ def require_replaceable(path: str) -> None:
         head = b"?"
     if head and not _UNITS_HEAD.match(head):
         raise TargetExistsError(
-            f"{path} exists, and is not a units file",
+            f"{path} exists and is not a units file",
             file=path,
             why="fsdpckpt replaces units files only: what is in it would be lost",
             next_step="give another file, or move this one away",

@@ -184,7 +184,7 @@ def test_a_complete_target_is_compared_and_accepted_by_resume(
     s3.seen.clear()
     report = fsdpckpt.convert(files / "full.pt", url, resume=True, **options)  # type: ignore[arg-type]
     assert [note.message for note in report.notes if note.kind == "resumed"] == [
-        f"{url} was complete already: every byte was compared, nothing was uploaded"
+        f"{url} was already complete: every byte was compared, nothing was uploaded"
     ]
     assert [each.method for each in s3.seen if each.method not in ("GET", "HEAD")] == []
     assert {key: content(s3, key) for key in keys(s3, "again")} == before
