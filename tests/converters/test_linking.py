@@ -246,7 +246,7 @@ def test_an_interrupted_run_is_finished_and_a_replaced_link_leaves_the_source(
     fsdpckpt.convert(source, target, **DCP, add_prefix="x.", overwrite=True, link="hardlink")
     assert same(load(target, with_names()), with_names())
     again = fsdpckpt.convert(source, target, **DCP, add_prefix="x.", link="hardlink", resume=True)
-    assert "was complete already" in "".join(note.message for note in again.notes)
+    assert "was already complete" in "".join(note.message for note in again.notes)
     os.unlink(target / "__0_0.distcp")
     shutil.copyfile(source / ".metadata", target / "__0_0.distcp")
     with pytest.raises((TargetExistsError, SourceCorruptError)):

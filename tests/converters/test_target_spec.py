@@ -91,7 +91,7 @@ def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
 def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(
     target: str, options: dict[str, object], next_step: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"flavor='{options['flavor']}' does not go with") as caught:
+    with pytest.raises(UsageError, match=f"flavor='{options['flavor']}' cannot be combined with") as caught:
         make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
     given = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name != "flavor"]
     assert all(words in caught.value.what for words in given or ["one .pt file"])

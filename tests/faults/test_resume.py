@@ -253,7 +253,7 @@ def test_a_finished_target_is_recognised_and_not_written_again(
     before = target.stat().st_ctime_ns
     done = convert(source, target, *options, "--resume")
     assert done.code == 0, done.err
-    assert "was complete already" in done.out
+    assert "was already complete" in done.out
     assert target.stat().st_ctime_ns == before
     assert not hidden(target).exists()
 

@@ -194,7 +194,7 @@ def test_a_step_that_nothing_records_is_zero_with_a_warning(tmp_path: Path) -> N
     torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": _adam(None)}, tmp_path / "full.pt")
     report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor="lightning", to="sharded", buffers="none")
     assert torch.load(tmp_path / "out/meta.pt")["global_step"] == 0
-    (said,) = [note for note in report.notes if "global_step = 0" in note.message and note.kind == "resumption"]
+    (said,) = [note for note in report.notes if "global_step is set to 0" in note.message and note.kind == "resumption"]
     assert said.warning
     resumption = fsdpckpt.verify(tmp_path / "out", flavor="lightning").resumption
     assert resumption is not None and resumption.resumes and "counts epochs and steps from 0" in resumption.changes[0]

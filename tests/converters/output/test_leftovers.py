@@ -86,7 +86,7 @@ def test_whether_a_complete_target_is_compared_is_decided_once(tmp_path: Path, m
     answers = iter([True])  # afterwards another run has removed what was left
     monkeypatch.setattr(rename, "was_interrupted", lambda _target: next(answers, False))
     report = fsdpckpt.convert(tmp_path / "model.pt", tmp_path / "out.pt")
-    assert [note.kind for note in report.notes if "complete already" in note.message] == ["resumed"]
+    assert [note.kind for note in report.notes if "already complete" in note.message] == ["resumed"]
 
 
 @pytest.mark.parametrize("empty", [True, False])

@@ -221,7 +221,7 @@ def test_a_run_that_was_killed_behind_its_upload_is_known_to_be_complete(
         fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
     assert list(staging.iterdir()) != []
     report = fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
-    assert any(note.kind == "resumed" and "complete already" in note.message for note in report.notes)
+    assert any(note.kind == "resumed" and "already complete" in note.message for note in report.notes)
     assert list(staging.iterdir()) == []
 
 
