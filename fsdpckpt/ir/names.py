@@ -151,6 +151,100 @@ def leading_wrapper(names: Iterable[str]) -> str:
     return _COMPILED if names and all(name.startswith(_COMPILED) for name in names) else ""
 
 
+def respelled(other: str, name: str, new: str) -> str:
+    """``other``, another spelling of the parameter ``name`` (with other wrappers, ``module.`` or an adapter's name), as
+    it is once ``name`` has become ``new``. Unchanged if it is no spelling of ``name``.
+
+    ``_orig_mod.layers.0.weight`` becomes ``_orig_mod.blocks.0.weight`` if ``layers.0.weight`` becomes
+    ``blocks.0.weight``, and the other way round.
+    """
+    old_words, new_words, other_words = name.split("."), new.split("."), other.split(".")
+    places = _shared_words(old_words, other_words)
+    if places is None:
+        return other
+    before = _common(old_words, new_words)
+    after = _common(old_words[before:][::-1], new_words[before:][::-1])
+    replaced = range(before, len(old_words) - after)
+    between = [word for word in new_words[before : len(new_words) - after] if word not in WRAPPERS]
+    gone = [places[index] for index in replaced if index in places]
+    following = [place for index, place in places.items() if index >= before]
+    if not gone and not between:
+        return other
+    start = min(gone or following, default=len(other_words))
+    end = max(gone, default=start - 1) + 1
+    kept = [word for place, word in enumerate(other_words) if start <= place < end and place not in gone]
+    return ".".join((*other_words[:start], *between, *kept, *other_words[end:]))
+
+
+def _shared_words(words: Sequence[str], others: Sequence[str]) -> dict[int, int] | None:
+    """The places of ``words`` in ``others`` of those words that both spellings have: all words of one of them, from the
+    last on. None if both have a word that the other lacks, wrappers apart.
+    """
+    shorter, longer = sorted((words, others), key=lambda each: sum(word not in WRAPPERS for word in each))
+    pairs: list[tuple[int, int]] = []
+    at = len(longer)
+    for index in range(len(shorter) - 1, -1, -1):
+        if shorter[index] in WRAPPERS:
+            continue
+        at = next((place for place in range(at - 1, -1, -1) if longer[place] == shorter[index]), -1)
+        if at < 0:
+            return None
+        pairs.append((index, at))
+    ordered = reversed(pairs)
+    return dict(ordered) if shorter is words else {place: index for index, place in ordered}
+
+
+def _common(words: Sequence[str], others: Sequence[str]) -> int:
+    """How many words both begin with."""
+    count = 0
+    for word, other in zip(words, others, strict=False):
+        if word != other:
+            break
+        count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class RowNames:
+    """The name of each parameter's row, by the names that the model and the optimizer give it. ``live``: as the
+    optimizer's, with the adapter's name, which the live model has.
+    """
+
+    model: Mapping[str, str]
+    optim: Mapping[str, str]
+    live: Mapping[str, str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> RowNames:
+        in_model = {name: clean(name) for name in checkpoint.model.params} if checkpoint.model is not None else {}
+        in_optim = {name: clean(name) for name in _names(checkpoint.optim)}
+        live = in_optim
+        if in_model and in_optim:
+            by_section = in_model, in_optim
+            in_model = _without_module(in_model, by_section[1].values())
+            live = _without_module(in_optim, by_section[0].values())
+            in_optim = dict(zip(live, without_adapter(live.values(), in_model.values()), strict=True))
+        return cls(in_model, in_optim, live)
+
+    def spellings(self) -> list[list[str]]:
+        """Of each parameter that has several, its names: the source's, then that of its row, without ``module.`` if all
+        rows have that. The latter need be no key.
+        """
+        rows = dict.fromkeys((*self.model.values(), *self.optim.values()))
+        in_module = bool(rows) and all(map(_in_module, rows))
+        if not in_module and all(name == row for names in (self.model, self.optim) for name, row in names.items()):
+            return []
+        of_row: dict[str, dict[str, None]] = {row: {} for row in rows}
+        for names in (self.model, self.optim):
+            for name, row in names.items():
+                of_row[row][name] = None
+        for row, spelled in of_row.items():
+            spelled[row] = None
+            if in_module:
+                spelled[row.removeprefix(DISTRIBUTED)] = None
+        return [list(spelled) for spelled in of_row.values() if len(spelled) > 1]
+
+
 def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()) -> tuple[Checkpoint, SourceNames]:
     """Remove the prefixes of wrappers from model and optimizer keys. Also returns the names in the source.
 
@@ -160,15 +254,8 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     SourceUnsupportedError if two keys of one section would become one.
     """
     model, optim = checkpoint.model, checkpoint.optim
-    in_model = {name: clean(name) for name in model.params} if model is not None else {}
-    in_optim = {name: clean(name) for name in _names(optim)}
-    if in_model and in_optim:
-        by_section = in_model, in_optim
-        in_model = _without_module(in_model, by_section[1].values())
-        in_optim = _without_module(in_optim, by_section[0].values())
-    of_live_model = dict(in_optim)
-    if in_model and in_optim:
-        in_optim = dict(zip(in_optim, without_adapter(in_optim.values(), in_model.values()), strict=True))
+    rows = RowNames.of(checkpoint)
+    in_model, in_optim = rows.model, rows.optim
     if not any(old != new for names in (in_model, in_optim) for old, new in names.items()):
         return checkpoint, SourceNames(leading=leading)
     _refuse_collisions(checkpoint, in_model, "model")
@@ -187,7 +274,7 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         of_optim = {name: without_fsdp(wrapped) for name, wrapped in of_optim.items()}
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes.append(Note("normalised", message, keys=tuple(lost)))
-    adapters = {new: of_live_model[old] for old, new in in_optim.items() if of_live_model[old] != new}
+    adapters = {new: rows.live[old] for old, new in in_optim.items() if rows.live[old] != new}
     names = SourceNames(of_model, of_optim, metadata, leading, adapters)
     return replace(checkpoint, model=model, optim=optim).noted(*notes), names
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.names import DISTRIBUTED, clean
+from fsdpckpt.ir.names import DISTRIBUTED, clean, respelled
 from fsdpckpt.ir.optimizer import PARAM_NAMES, Group, MemberNumber, Optimizer, ParamKey, form_of, sequence
 from fsdpckpt.ir.parameters import RowNumber
 from fsdpckpt.ir.rows import Parameters
@@ -27,9 +27,7 @@ class Word:
     def written(self, parameters: Parameters) -> str:
         """The entry as it is written: prefixes that the source put before the name stay before a new one."""
         name = parameters.rows[self.row].name
-        if name == self.named:
-            return self.text
-        return self.text.removesuffix(self.named) + name if self.text.endswith(self.named) else name
+        return self.text if name == self.named else respelled(self.text, self.named, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
@@ -14,7 +15,7 @@ from fsdpckpt.flags import Flag, Wording
 from fsdpckpt.globs import matches, printed
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, NamedTensor, Note, Section
-from fsdpckpt.ir.names import WRAPPERS
+from fsdpckpt.ir.names import WRAPPERS, RowNames, respelled
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.table import Table, names_of
 from fsdpckpt.ir.values import with_tensors
@@ -229,7 +230,9 @@ def rename_keys(
 ) -> tuple[Checkpoint, list[NoKeyMatchesError]]:
     """Rename parameters: strip a prefix, then apply OLD=NEW pairs (a whole key, or a dotted prefix), then add a prefix.
 
-    Also returns an error for each rule that applies to nothing. Raises UsageError if two keys would get the same name.
+    A parameter has one name, however the model and the optimizer spell it (wrappers, ``module.``): a rule may have any
+    of these spellings, or the name without wrappers, and all of them change. Also returns an error for each rule that
+    applies to nothing. Raises UsageError if two keys would get the same name.
     """
     if strip_prefix is None and add_prefix is None and not pairs:
         return checkpoint, []
@@ -238,16 +241,21 @@ def rename_keys(
         rules.append((flags.strip_prefix(strip_prefix), strip_prefix, partial(_stripped, prefix=strip_prefix)))
     for old, new in pairs:
         rules.append((flags.rename(f"{old}={new}"), old, partial(_renamed, old=old, new=new)))
-    names = {name: name for name in parameter_names(checkpoint)}
+    keys = parameter_names(checkpoint)
+    spellings = RowNames.of(checkpoint).spellings()
+    names = {name: name for name in (*keys, *chain(*spellings))}
     unmatched: list[NoKeyMatchesError] = []
     for option, old, change in rules:
         changed = {source: result for source, name in names.items() if (result := change(name)) is not None}
         if not changed:
-            present = list(names.values())
+            present = [names[key] for key in keys]
             error = unmatched_error(f"{option} applies to", old, checkpoint.source, present, glob=False)
             error.of_selected = True
             unmatched.append(error)
+        for spelled in spellings:
+            _follow(spelled, names, changed)
         names.update(changed)
+    names = {key: names[key] for key in keys}
     if add_prefix is not None:
         names = {source: _prefixed(name, add_prefix) for source, name in names.items()}
     _refuse_collisions(names)
@@ -343,6 +351,18 @@ def _renamed(name: str, old: str, new: str) -> str | None:
         rest = name[len(dotted) :]
         return f"{new.rstrip('.')}.{rest}" if new else rest
     return None
+
+
+def _follow(spelled: Sequence[str], names: Mapping[str, str], changed: dict[str, str]) -> None:
+    """Change those of ``spelled``, the spellings of one parameter, that a rule did not apply to, like one that it
+    ``changed``. ``names``: before this rule.
+    """
+    leading = next((source for source in spelled if source in changed), None)
+    if leading is None:
+        return
+    for source in spelled:
+        if source not in changed:
+            changed[source] = respelled(names[source], names[leading], changed[leading])
 
 
 def _refuse_collisions(names: Mapping[str, str]) -> None:

@@ -113,3 +113,86 @@ def test_clean_names_cleans_param_names(tmp_path: Path) -> None:
     (group,) = load(tmp_path / "clean.pt")["optimizer"]["param_groups"]
     assert group["param_names"] == [name for name, _ in model.named_parameters()]
     model.load_state_dict(load(tmp_path / "clean.pt")["model"])
+
+
+SPELLINGS = {
+    "a compiled model": ("_orig_mod.{}", "{}"),
+    "a compiled model's optimizer": ("{}", "_orig_mod.{}"),
+    "a model in DistributedDataParallel": ("module.{}", "{}"),
+    "its optimizer": ("{}", "module.{}"),
+    "both": ("module._orig_mod.{}", "_orig_mod.{}"),
+    "another wrapper": ("{}", "_checkpoint_wrapped_module.{}"),
+}
+
+
+@pytest.mark.parametrize("how", SPELLINGS)
+@pytest.mark.parametrize("spelled", ["the model's", "the optimizer's", "plain"])
+def test_a_parameter_that_two_sections_spell_differently_is_renamed_in_both(
+    tmp_path: Path, how: str, spelled: str
+) -> None:
+    """A rule may have any of the names that ``inspect`` shows, or that without wrappers."""
+    in_model, in_optim = SPELLINGS[how]
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    saved = trained(model, [*model.parameters()]).state_dict()
+    states = {name: saved["state"][number] for number, name in enumerate(names)}
+    group = {**saved["param_groups"][0], "params": [in_optim.format(name) for name in names]}
+    optim = {"state": {in_optim.format(name): entry for name, entry in states.items()}, "param_groups": [group]}
+    weights = {in_model.format(name): leaf for name, leaf in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optim}, tmp_path / "a.pt")
+    form = {"the model's": in_model, "the optimizer's": in_optim, "plain": "{}"}[spelled]
+    rename = {form.format("body"): form.format("trunk.body"), form.format("head.weight"): form.format("lm.weight")}
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", rename=rename)
+    new = {name: name.replace("body.", "trunk.body.").replace("head.", "lm.") for name in (*names, "rope")}
+    written = load(tmp_path / "b.pt")
+    assert list(written["model"]) == [in_model.format(new[name]) for name in model.state_dict()]
+    assert list(written["optimizer"]["state"]) == [in_optim.format(new[name]) for name in names]
+    assert written["optimizer"]["param_groups"][0]["params"] == [in_optim.format(new[name]) for name in names]
+    for name in names:
+        entry = written["optimizer"]["state"][in_optim.format(new[name])]
+        assert torch.equal(entry["exp_avg"], states[name]["exp_avg"])
+
+
+def test_each_of_two_compiled_models_is_renamed_with_its_optimizer(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {}
+    for seed, name in enumerate(("actor", "critic")):
+        model = Model(seed)
+        saved[name] = {f"_orig_mod.{key}": leaf for key, leaf in model.state_dict().items()}
+        state = trained(model, [*model.named_parameters()] if seed else [*model.parameters()]).state_dict()
+        saved[f"{name}_optimizer"] = state
+    torch.save(saved, tmp_path / "a.pt")
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", rename={"head": "lm"})
+    written = load(tmp_path / "b.pt")
+    for name in ("actor", "critic"):
+        expected = [key.replace("head", "lm") for key in saved[name]]
+        assert list(written[name]) == expected
+        assert all(
+            torch.equal(written[name][new], leaf) for new, leaf in zip(expected, saved[name].values(), strict=True)
+        )
+    words = saved["critic_optimizer"]["param_groups"][0]["param_names"]
+    (group,) = written["critic_optimizer"]["param_groups"]
+    assert group["param_names"] == [word.replace("head", "lm") for word in words]
+
+
+def test_the_name_of_a_peft_adapter_stays_where_it_is(tmp_path: Path) -> None:
+    """PEFT's model section has no ``default``, and the optimizer has the live model's names."""
+    in_model = [f"layers.{n}.lora_{part}.weight" for n in range(2) for part in "AB"]
+    in_optim = [name.replace(".weight", ".default.weight") for name in in_model]
+    params = {name: torch.nn.Parameter(torch.randn(2, 3 + at)) for at, name in enumerate(in_optim)}
+    saved = trained(
+        torch.nn.ParameterDict({str(at): each for at, each in enumerate(params.values())}), [*params.values()]
+    )
+    state = saved.state_dict()
+    named = {"state": dict(zip(in_optim, state["state"].values(), strict=True))}
+    named["param_groups"] = [{**state["param_groups"][0], "params": in_optim}]
+    weights = {name: param.detach() for name, param in zip(in_model, params.values(), strict=True)}
+    torch.save({"model": weights, "optimizer": named}, tmp_path / "a.pt")
+    rename = {"layers.0.lora_A.weight": "layers.0.lora_C.weight", "layers.1": "blocks.1"}
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", rename=rename)
+
+    def new(names: list[str]) -> list[str]:
+        return [name.replace("layers.0.lora_A", "layers.0.lora_C").replace("layers.1", "blocks.1") for name in names]
+
+    written = load(tmp_path / "b.pt")
+    assert list(written["model"]) == new(in_model)
+    assert list(written["optimizer"]["state"]) == new(in_optim) == written["optimizer"]["param_groups"][0]["params"]

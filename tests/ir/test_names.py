@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.names import clean, leading_wrapper, normalise, revisits_a_module
+from fsdpckpt.ir.names import clean, leading_wrapper, normalise, respelled, revisits_a_module
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
@@ -171,3 +173,47 @@ def test_no_module_lists_its_tensors_apart() -> None:
 
     names = list(module(3).state_dict())
     assert len(names) == 30 and not revisits_a_module(names)
+
+
+@pytest.mark.parametrize(
+    ("other", "name", "new", "expected"),
+    [
+        ("_orig_mod.a.0.w", "a.0.w", "b.0.w", "_orig_mod.b.0.w"),
+        ("a.0.w", "_orig_mod.a.0.w", "_orig_mod.b.0.w", "b.0.w"),
+        ("module.a.w", "a.w", "b.c.w", "module.b.c.w"),
+        ("module.module.w", "module.w", "net.w", "module.net.w"),
+        ("a.w", "module.a.w", "a.w", "a.w"),  # ``--strip-prefix module.``: the wrapper is no part of the name
+        ("a.w", "_orig_mod.a.w", "x.a.w", "x.a.w"),  # a module in place of the wrapper is one
+        ("a._checkpoint_wrapped_module.0.w", "a.0.w", "b.0.w", "b._checkpoint_wrapped_module.0.w"),
+        ("a._checkpoint_wrapped_module.0.w", "a.0.w", "b.w", "b._checkpoint_wrapped_module.w"),
+        ("a._checkpoint_wrapped_module.0.w", "a.0.w", "a.0.v", "a._checkpoint_wrapped_module.0.v"),
+        ("_fsdp_wrapped_module.w", "w", "deep.v", "_fsdp_wrapped_module.deep.v"),
+        ("a.w", "a.w", "_orig_mod.b.w", "b.w"),
+        ("q.lora_A.default.w", "q.lora_A.w", "k.lora_A.w", "k.lora_A.default.w"),
+        ("q.lora_A.default.w", "q.lora_A.w", "q.lora_B.w", "q.lora_B.default.w"),
+        ("q.w", "q.modules_to_save.default.w", "k.modules_to_save.default.w", "k.w"),
+        ("a.w", "model.a.w", "model.b.w", "b.w"),
+        ("a.x.w", "a.y.w", "b.y.w", "a.x.w"),  # another parameter
+    ],
+)
+def test_another_spelling_of_a_parameter_follows_its_new_name(other: str, name: str, new: str, expected: str) -> None:
+    assert respelled(other, name, new) == expected
+
+
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=4),
+    st.lists(st.sampled_from("abcd"), min_size=1, max_size=4),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.lists(st.integers(0, 4), max_size=3),
+)
+def test_all_spellings_of_a_parameter_stay_spellings_of_one(
+    words: list[str], new: list[str], ours: list[int], theirs: list[int]
+) -> None:
+    def wrapped(names: list[str], places: list[int]) -> str:
+        spelled = list(names)
+        for place in places:
+            spelled.insert(min(place, len(spelled) - 1), "_orig_mod")
+        return ".".join(spelled)
+
+    found = respelled(wrapped(words, theirs), wrapped(words, ours), wrapped(new, ours))
+    assert clean(found) == ".".join(new)
