@@ -41,6 +41,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     If SRC is a run, it has a row for each of its checkpoints. If SRC is incomplete, what can be read is shown.
     """
     from fsdpckpt.api import inspect
+    from fsdpckpt.readers.steps import with_final_model
 
     if options.names_only:
         for flag, is_given in (("--json", output.as_json), ("--all", options.all_keys), ("--ranks", options.ranks)):
@@ -62,6 +63,8 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
         return show_run(output, source, error)
     except (SourceIncompleteError, SourceCorruptError) as error:
         return show_incomplete(output, source, error, options.report)
+    if description.checkpoint.origin.steps and not _needs_one_checkpoint(options):
+        return show_run(output, source, with_final_model(description.checkpoint.origin))
     if options.report is not None:
         from fsdpckpt.report import write_report
 

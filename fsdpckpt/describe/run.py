@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpckpt.describe.describe import stored_files
@@ -16,6 +17,7 @@ from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural
 
 _EMPTY = "empty: its save did not finish, or it was not copied"
+ITSELF = "."  # the name of what lies beside the steps of a run
 _MOST_FINDINGS = 3  # of an error, beside what is wrong
 _DEEPEST = 4  # checkpoints below checkpoints: runs/step_7/actor
 # The number after the first of these words that a path has is the step.
@@ -83,24 +85,30 @@ def describe_run(source: str, several: SeveralCheckpointsError, sources: Sources
     """Read the headers of each of the checkpoints that ``several`` lists, and of those below them."""
     found: list[RunCheckpoint] = []
     for path in several.checkpoints:
-        found += _checkpoints_at(path, source, sources, _DEEPEST)
+        below = [other for other in several.checkpoints if other.startswith(f"{path.rstrip('/')}/")]
+        found += _checkpoints_at(path, source, sources, _DEEPEST, without=below)
     rows = sorted(found, key=lambda each: natural(each.name))
     paths = [each.path for each in rows]  # also of those below the ones that are listed
     found_pointers = pointers(source, paths, sources)
     return Run(
         source,
         tuple(rows),
-        relative_path(newest(source, paths), source),
+        relative_path(newest(source, paths), source) or ITSELF,
         {each.name: each.target for each in found_pointers if each.target is not None},
         tuple(pointer_text(each) for each in found_pointers if each.target is None),
-        relative_path(proposed(source, [each.path for each in rows if each.complete] or paths, sources), source),
+        relative_path(proposed(source, [each.path for each in rows if each.complete] or paths, sources), source)
+        or ITSELF,
     )
 
 
-def _checkpoints_at(path: str, source: str, sources: Sources, depth: int) -> list[RunCheckpoint]:
-    name = relative_path(path, source)
+def _checkpoints_at(
+    path: str, source: str, sources: Sources, depth: int, without: Sequence[str] = ()
+) -> list[RunCheckpoint]:
+    """``without``: the checkpoints below ``path`` that have rows of their own."""
+    name = relative_path(path, source) or ITSELF
+    ignored = tuple(relative_path(other, path) for other in without)
     try:
-        checkpoint = open_checkpoint(path, sources=sources, locate=Locate.NOTHING)
+        checkpoint = open_checkpoint(path, sources=sources, locate=Locate.NOTHING, ignore_file=ignored)
     except SeveralCheckpointsError as several:
         if depth:
             below = [_checkpoints_at(each, source, sources, depth - 1) for each in several.checkpoints]

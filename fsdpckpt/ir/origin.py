@@ -62,6 +62,8 @@ class Origin:
     ``extra_files``: the files of each extra at the top that is in files of its own. ``section_files``: those that hold
     a model or an optimizer.
 
+    ``steps``: the directories beside it with checkpoints of the run of which it is the final model.
+
     What a conversion may still change: ``left_out``, what lies beside the checkpoint; ``untied_masters``, the place of
     master weights among the extras if nothing says whose they are.
     """
@@ -84,6 +86,7 @@ class Origin:
     extra_files: Mapping[Key, frozenset[str]] = field(default_factory=dict)
     section_files: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
+    steps: tuple[str, ...] = ()
     untied_masters: str = ""
 
     def open_notes(self) -> tuple[Note, ...]:

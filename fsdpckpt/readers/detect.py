@@ -187,7 +187,7 @@ class _Opening:
             found.notes.append(Note("ignored", f"left out by {flags.ignore_file}: {some_of(ignored, 6)}", keys=ignored))
         notes = [*found.notes_on_place(), *found.notes]
         checkpoint = join(self.source, read, self.files, notes, self.sources)
-        checkpoint.origin = replace(checkpoint.origin, left_out=tuple(found.beside))
+        checkpoint.origin = replace(checkpoint.origin, left_out=tuple(found.beside), steps=tuple(found.steps))
         checkpoint = with_flavor(checkpoint, found.names, found.path)
         if units is not None:
             with_units(checkpoint, units)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, SourceIncompleteError
@@ -22,6 +22,7 @@ from fsdpckpt.readers.candidates import several_checkpoints
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, Part, ReadOptions
 from fsdpckpt.readers.registry import READERS, claim_foreign
 from fsdpckpt.readers.side_files import auxiliary, resuming_producer
+from fsdpckpt.readers.steps import are_of_one_run, beside_steps
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry
 from fsdpckpt.storage.sources import Sources
@@ -61,7 +62,7 @@ class Found:
     """The parts found at ``path`` and below. ``names``: of all entries of ``path``. ``below``: the subdirectories that
     contain parts. ``beside``: what is no part; ``unfinished``: directories and files of parts without content.
     ``only``: whether it is the one checkpoint below another directory; ``passed``: what of those above is left out,
-    outermost first.
+    outermost first. ``steps``: the directories beside its parts that hold checkpoints of the same run.
     """
 
     path: str
@@ -74,6 +75,7 @@ class Found:
     unfinished: list[Entry] = field(default_factory=list)
     only: bool = False
     passed: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
 
     def notes_on_place(self) -> list[Note]:
         """Where it was found, if that is below another directory."""
@@ -132,7 +134,7 @@ class Search:
             if only is not None:
                 return only
         if listing.parts:
-            return self._with_parts_below(listing, numbered, others)
+            return self._apart_from_steps(self._with_parts_below(listing, numbered, others))
         searches, refused = self._search_each(numbered)
         searches += [self.find(entry.path) for entry in others]
         below = [search for search in searches if search is not None]
@@ -296,6 +298,34 @@ class Search:
         found.add_below(below)
         found.unfinished += self._unfinished_in(others)
         return found
+
+    def _apart_from_steps(self, found: Found) -> Found:
+        """``found``, if no step of a run is beside it, or its form says how they belong together.
+
+        Raises SeveralCheckpointsError if nothing does.
+        """
+        if not all(part.extras for part in found.parts):
+            found.steps = [entry.path for entry in self._numbered_in(found.path) if self._holds_checkpoint(entry)]
+        if found.steps and not are_of_one_run(found.parts, found.steps):
+            raise beside_steps(found.path, found.parts, found.steps, self._source, self._sources)
+        return found
+
+    def _holds_checkpoint(self, entry: Entry) -> bool:
+        """Whether there is a checkpoint in the directory ``entry`` or below, be it damaged or one of several."""
+        apart = Search(self._source, self._sources, self._options, AccountBook(self._source), self._has_state)
+        try:
+            found = apart.find(entry.path)
+        except FsdpckptError:
+            return True
+        return found is not None and any(map(self._has_state, found.parts))
+
+    def _numbered_in(self, path: str) -> Iterator[Entry]:
+        """The directories with names of steps in ``path``, and in those below that have none."""
+        for entry in self.listing(path).subdirectories:
+            if is_numbered(entry.name):
+                yield entry
+            elif entry.name not in EXPORT_DIRECTORIES:
+                yield from self._numbered_in(entry.path)
 
     def _add_unfinished_beside(
         self, only: Found, listing: Listing, numbered: Sequence[Entry], others: Sequence[Entry]
