@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fsdpckpt import flags
 from fsdpckpt.converters import Report
-from fsdpckpt.converters.target_spec import refuse_unknown_suffix
+from fsdpckpt.converters.target.layout import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
 from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions

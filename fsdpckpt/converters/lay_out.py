@@ -6,8 +6,8 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat import flatten as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES

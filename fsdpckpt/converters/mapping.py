@@ -7,23 +7,22 @@ from collections.abc import Mapping as Numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision, Mapping
-from fsdpckpt.converters.huggingface import configuration_of
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.steps.sections import take
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.model_files import configuration_of
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.flat.units.from_options import units_request
-from fsdpckpt.ir import Container, Layout
+from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.model_config import CONFIG
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.option_fields import Scope, options_of
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import first_difference
@@ -163,29 +162,3 @@ def refuse_ids(checkpoint: Checkpoint, options: ConvertOptions) -> None:
             next_step=f"{flags.key_type('name')}; a second conversion with {flags.key_type('id')} and "
             f"{flags.parameters('FILE')} makes ids of the names",
         )
-
-
-def with_mapping(decision: Decision) -> Decision:
-    """``decision`` about the model that ``--map`` makes, with how the source is read; unchanged without a map."""
-    options = decision.options
-    if options.map is None:
-        return decision
-    # Units, names and order are those of one of the two models: of the written one if its form needs them.
-    exports_weights = decision.form is not None and decision.form.weights
-    of_target = decision.layout is Layout.FLATTENED or exports_weights
-    later: dict[str, Any] = {"key_type": "name", "clean_names": False, "missing_state": None}
-    later |= {"strip_prefix": None, "add_prefix": None, "rename": (), "dtype": None, "optim_dtype": None}
-    later |= {"placements": None, "like": None, "mesh": ()}
-    used: dict[str, Any] = {"include": (), "exclude": (), "no_weight_decay": (), "clean_names": False}
-    unknown = _without_knowledge(options)
-    before = replace(options, **later, **(unknown if of_target else {}))
-    after = replace(options, **used, **({} if of_target else unknown))
-    read = Decision(Layout.FULL, Container.TORCH, None, before, directory=False)
-    return replace(decision, options=after, mapping=Mapping(options, read))
-
-
-def _without_knowledge(options: ConvertOptions) -> dict[str, Any]:
-    """The options of which each describes one model, with their defaults."""
-    scopes = Scope.KNOWLEDGE | Scope.FLAT_PARAMETERS
-    declared = options_of(type(options))
-    return {option.name: option.default for option in declared if option.scope & scopes and option.name != "buffers"}

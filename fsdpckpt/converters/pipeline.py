@@ -31,8 +31,8 @@ from fsdpckpt.converters.output.resume import run_identity, source_copies
 from fsdpckpt.converters.prepare import Prepared, make_report, prepare
 from fsdpckpt.converters.report import Report, encode_manifest
 from fsdpckpt.converters.shared_sources import SeenSources, see_sources
-from fsdpckpt.converters.target_mesh import check_mesh
-from fsdpckpt.converters.target_spec import check_flavor
+from fsdpckpt.converters.target.layout import check_flavor
+from fsdpckpt.converters.target.mesh import check_mesh
 from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import InternalError, TargetExistsError, WorkerError
 from fsdpckpt.execute import execute

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decide import decide, of_one_section
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
 from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
 from fsdpckpt.converters.steps.draft import Draft, TransformedCheckpoint
+from fsdpckpt.converters.target.decide import decide, of_one_section
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.told_masters import with_told_masters
 from fsdpckpt.converters.transform import transform
 from fsdpckpt.errors import FsdpckptError, SourceIncompleteError, TargetUnwritableError

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.account import Fate
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note

@@ -1,29 +1,31 @@
 """The steps from what was read to what is written, in their order.
 
-A step is a function ``(Draft, Decision) -> Draft`` in ``converters.steps``, or here beside what it decides (``adapt``,
-``huggingface``). ``Draft`` is the checkpoint and what the steps have found out about it; ``Decision`` never changes.
+A step is a function ``(Draft, Decision) -> Draft`` in ``converters.steps``. ``Draft`` is the checkpoint and what the
+steps have found out about it; ``Decision`` never changes.
 """
 
 from __future__ import annotations
 
-from fsdpckpt.converters.adapt import adapt, double_schedule, number_sections
-from fsdpckpt.converters.decision import Decision
-from fsdpckpt.converters.huggingface import export
 from fsdpckpt.converters.mapping import mapped_after
+from fsdpckpt.converters.steps.adapt import adapt
 from fsdpckpt.converters.steps.cast import give_own_tensors
 from fsdpckpt.converters.steps.check import refuse_states, require_reference, require_sound
 from fsdpckpt.converters.steps.copies import take_equal_copies
 from fsdpckpt.converters.steps.draft import Draft, Step, TransformedCheckpoint
+from fsdpckpt.converters.steps.export import export
 from fsdpckpt.converters.steps.fill import fill_states
 from fsdpckpt.converters.steps.keys import key_optimizer, name_optimizer, note_unused
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.steps.names import clean_words, remove_prefixes, rename, restore_prefixes
+from fsdpckpt.converters.steps.numbers import number_sections
 from fsdpckpt.converters.steps.optimizer import group_parameters, keep_section, unwrap_quantized
 from fsdpckpt.converters.steps.place import note_unproved_cuts, place, place_rest, shard, shard_as_units
+from fsdpckpt.converters.steps.schedule import double_schedule
 from fsdpckpt.converters.steps.sections import each_section, take
 from fsdpckpt.converters.steps.select import select_keys
 from fsdpckpt.converters.steps.unflatten import unflatten
 from fsdpckpt.converters.steps.wrap import require_something, require_whole_units, wrap
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.transform import transform_to_load
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, StateDictMismatchError
 from fsdpckpt.execute.read_check import ReadCheck

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fsdpckpt import flags
 from fsdpckpt.command_options import VerifyOptions
-from fsdpckpt.converters.form_choice import writable_flavor
+from fsdpckpt.converters.target.form_choice import writable_flavor
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.producers import Flavor

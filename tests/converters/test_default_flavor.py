@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdpckpt.converters.decision import Decision
-from fsdpckpt.converters.target_spec import make_target_spec
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.layout import choose_layout
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
 from fsdpckpt.ir.optimizer import Optimizer
@@ -29,7 +29,7 @@ def source(flavor: str, layout: Layout, container: Container, *, optim: bool = T
 
 
 def spec(held: Checkpoint, target: str = "out", **options: object) -> Decision:
-    return make_target_spec(target, ConvertOptions(**options), held)  # type: ignore[arg-type]
+    return choose_layout(target, ConvertOptions(**options), held)  # type: ignore[arg-type]
 
 
 def described(found: Decision) -> tuple[str, Layout, Container, int | None]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.converters import steps, transform
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Step
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir import Container, Layout
 from fsdpckpt.options import ConvertOptions
 

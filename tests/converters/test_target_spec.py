@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.converters.target_spec import make_target_spec
+from fsdpckpt.converters.target.layout import choose_layout
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
@@ -34,7 +34,7 @@ TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
 def test_options_suffix_and_source_together_say_what_is_written(
     target: str, options: dict[str, object], source: Layout, layout: Layout, container: Container, directory: bool
 ) -> None:
-    spec = make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=source))
+    spec = choose_layout(target, ConvertOptions(**options), checkpoint(4, layout=source))
     assert (spec.layout, spec.container, spec.directory) == (layout, container, directory)
     assert spec.world_size == options.get("world_size")
 
@@ -57,23 +57,23 @@ def test_contradictions_are_refused_with_what_to_type_instead(
     target: str, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
+        choose_layout(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
     assert caught.value.next_step or caught.value.expected
 
 
 @pytest.mark.parametrize("options", [{"to": SHARDED, "container": TORCH}, {"to": Layout.FLATTENED}], ids=str)
 def test_rank_files_keep_their_ranks_and_other_sources_need_a_number(options: dict[str, object]) -> None:
     by_rank = checkpoint(4, layout=SHARDED)
-    assert make_target_spec("out", ConvertOptions(**options), by_rank).world_size == 4
+    assert choose_layout("out", ConvertOptions(**options), by_rank).world_size == 4
     for source in (with_origin(by_rank, container=DCP), checkpoint(1, layout=FULL)):
         with pytest.raises(UsageError, match="need a number of ranks") as caught:
-            make_target_spec("out", ConvertOptions(**options), source)
+            choose_layout("out", ConvertOptions(**options), source)
         assert caught.value.next_step == "add --world-size N"
 
 
 def test_a_world_size_for_a_full_source_says_what_to_add() -> None:
     with pytest.raises(UsageError, match="the source is full") as caught:
-        make_target_spec("out", ConvertOptions(world_size=4), checkpoint(1, layout=FULL))
+        choose_layout("out", ConvertOptions(world_size=4), checkpoint(1, layout=FULL))
     assert str(caught.value.next_step).startswith("add --to sharded")
 
 
@@ -92,7 +92,7 @@ def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(
     target: str, options: dict[str, object], next_step: str
 ) -> None:
     with pytest.raises(UsageError, match=f"flavor='{options['flavor']}' cannot be combined with") as caught:
-        make_target_spec(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
+        choose_layout(target, ConvertOptions(**options), checkpoint(4, layout=SHARDED))
     given = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name != "flavor"]
     assert all(words in caught.value.what for words in given or ["one .pt file"])
     assert caught.value.next_step == next_step

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdpckpt.converters.steps.draft import Draft
-from fsdpckpt.converters.target_spec import make_target_spec
+from fsdpckpt.converters.target.layout import choose_layout
 from fsdpckpt.converters.transform import transform
 from fsdpckpt.errors import (
     NeedsInformationError,
@@ -52,7 +52,7 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2, 3), *, without: Sequence[ParamKey]
 def transformed(held: Checkpoint, dst: str = "out.pt", **options: object) -> Draft:
     chosen = ConvertOptions(**options)  # type: ignore[arg-type]
     with Sources() as sources:
-        return transform(held, make_target_spec(dst, chosen, held), sources)
+        return transform(held, choose_layout(dst, chosen, held), sources)
 
 
 def keys(found: Draft) -> list[ParamKey]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.converters.target_spec import make_target_spec
+from fsdpckpt.converters.target.layout import choose_layout
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
@@ -116,13 +116,13 @@ def test_every_form_is_reached_by_layout_and_container(flavor: str, form: Form) 
     world_size = None if form.layout is Layout.FULL else 2
     options = ConvertOptions(flavor=flavor, to=form.layout, container=form.container, world_size=world_size)
     source = checkpoint(1, layout=Layout.FULL)
-    spec = make_target_spec("out" if form.directory else "out.ckpt", options, source)
+    spec = choose_layout("out" if form.directory else "out.ckpt", options, source)
     assert spec.form is form and spec.directory is form.directory
 
 
 @pytest.mark.parametrize("layout", [Layout.FULL, Layout.SHARDED])
 def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> None:
-    spec = make_target_spec("out", ConvertOptions(flavor="accelerate"), checkpoint(1, layout=layout))
+    spec = choose_layout("out", ConvertOptions(flavor="accelerate"), checkpoint(1, layout=layout))
     assert spec.layout is layout
 
 
@@ -140,7 +140,7 @@ def test_the_sources_layout_decides_where_nothing_else_does(layout: Layout) -> N
 )
 def test_what_a_producer_does_not_save_is_refused(target: str, options: dict[str, object], what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        make_target_spec(target, ConvertOptions(**options), checkpoint(1, layout=Layout.SHARDED))  # type: ignore[arg-type]
+        choose_layout(target, ConvertOptions(**options), checkpoint(1, layout=Layout.SHARDED))  # type: ignore[arg-type]
 
 
 def test_a_world_of_one_has_the_trainers_single_name() -> None:

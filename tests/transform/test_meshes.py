@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdpckpt.converters.mesh_options import parse_mesh, parse_meshes, parse_placements
+from fsdpckpt.converters.target.mesh_options import parse_mesh, parse_meshes, parse_placements
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import ModelState

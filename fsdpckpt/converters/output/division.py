@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.output.places import OutputPlaces
 from fsdpckpt.converters.prepare import Prepared
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.execute.job import Budget, Job, choose_settings
 from fsdpckpt.execute.journal import JournaledWindows
 from fsdpckpt.ir.checkpoint import Layout

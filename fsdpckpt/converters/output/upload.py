@@ -36,7 +36,7 @@ from fsdpckpt.converters.output.rename import Rename
 from fsdpckpt.converters.output.resume import is_resumable, other_upload, staged_leftover
 from fsdpckpt.converters.output.spool import Spool, is_sent
 from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
-from fsdpckpt.converters.target_spec import check_flavor
+from fsdpckpt.converters.target.layout import check_flavor
 from fsdpckpt.errors import (
     FsdpckptError,
     InternalError,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.transform.selection import with_own_tensors
 
 

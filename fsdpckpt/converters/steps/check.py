@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import SourceMissingError, SourceUnsupportedError
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Note

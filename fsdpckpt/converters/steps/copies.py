@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.buffers import known_buffers, trained_keys, undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem

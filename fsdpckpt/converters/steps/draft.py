@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.knowledge import Knowledge
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources

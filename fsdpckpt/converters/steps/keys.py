@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir import IdRule, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.names import leading_wrapper, normalise

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir import Layout, section_of
 from fsdpckpt.ir.quantized import unwrapped
 from fsdpckpt.transform.selection import select_section

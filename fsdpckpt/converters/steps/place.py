@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.steps.names import with_written_names
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.names import name_contradictions
 from fsdpckpt.ir import Container, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, Note

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened

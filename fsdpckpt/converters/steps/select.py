@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint

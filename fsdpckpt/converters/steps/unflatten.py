@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
-from fsdpckpt.converters.target_spec import refuse_flat_options
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.layout import refuse_flat_options
 from fsdpckpt.errors import NeedsInformationError, SourceError
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ResolvedUnits

@@ -6,8 +6,8 @@ import shlex
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import UsageError, to_copy
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.units import any_module

@@ -1,4 +1,4 @@
-"""What a conversion writes, decided once (``converters.decide``) and changed by nothing that follows."""
+"""What a conversion writes, decided once (``converters.target.decide``) and changed by nothing that follows."""
 
 from __future__ import annotations
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdpckpt.converters.adapt import files_beside, place_of_schedule, require_places
-from fsdpckpt.converters.decision import Decision
-from fsdpckpt.converters.huggingface import stated_dtype
-from fsdpckpt.converters.mapping import with_mapping
-from fsdpckpt.converters.target_mesh import meshes_of, on_mesh, requested_mesh, with_mesh
-from fsdpckpt.converters.target_spec import make_target_spec, refuse_section_options, require_file_name
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.layout import choose_layout, refuse_section_options, require_file_name
+from fsdpckpt.converters.target.map_options import with_mapping
+from fsdpckpt.converters.target.mesh import meshes_of, on_mesh, requested_mesh, with_mesh
+from fsdpckpt.converters.target.model_files import stated_dtype
+from fsdpckpt.converters.target.places import files_beside, require_places
+from fsdpckpt.converters.target.schedule import place_of_schedule
 from fsdpckpt.ir import KeyType, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.options import ConvertOptions
@@ -36,7 +37,7 @@ def decide(target: str, options: ConvertOptions, opened: Checkpoint, sources: So
     meshes = meshes_of(opened)
     mesh = requested_mesh(asked, opened, meshes, sources)
     on_ranks = with_mesh(asked, opened.layout, mesh)
-    placed = on_mesh(make_target_spec(target, on_ranks, opened), opened, meshes, mesh)
+    placed = on_mesh(choose_layout(target, on_ranks, opened), opened, meshes, mesh)
     require_file_name(target, placed)
     refuse_section_options(placed, opened)
     decided = replace(

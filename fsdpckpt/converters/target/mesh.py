@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
-from fsdpckpt.converters.mesh_options import EXAMPLE_MESH, parse_meshes, parse_placements
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.mesh_options import EXAMPLE_MESH, parse_meshes, parse_placements
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint

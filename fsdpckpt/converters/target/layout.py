@@ -11,8 +11,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
-from fsdpckpt.converters.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.form_choice import default_form, is_per_rank, ranks_of, requested_form, writable_flavor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir import Container, Layout, Section, section_of
@@ -28,7 +28,7 @@ DCP_SUFFIX = ".dcp"  # a directory: the suffix is allowed and has no effect
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*")
 
 
-def make_target_spec(target: str, options: ConvertOptions, source: Checkpoint) -> Decision:
+def choose_layout(target: str, options: ConvertOptions, source: Checkpoint) -> Decision:
     """The spec for one conversion of ``source``. Without ``--flavor`` the source's own form, if it has one that can be
     written.
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.decision import Decision
 from fsdpckpt.converters.steps.draft import Draft
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.model_files import configuration_in, dtype_in, folders_of
+from fsdpckpt.errors import SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.model_config import CONFIG, WORD_EMBEDDINGS, disagreements
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.options import AUTO_DTYPE, CASTABLE_DTYPES, ConvertOptions
+from fsdpckpt.options import ConvertOptions
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.readers.side_files import files_of_model
@@ -41,7 +41,7 @@ def export(draft: Draft, decision: Decision) -> Draft:
         return draft
     checkpoint, options, sources = draft.checkpoint, decision.options, draft.sources
     files, reference = dict(draft.side_files), options.reference
-    folders = _folders(checkpoint, options)
+    folders = folders_of(checkpoint, options)
     if reference is not None:
         reference_files = files_of_model(reference, checkpoint.files, sources)
         files.update(reference_files.files)
@@ -58,54 +58,11 @@ def export(draft: Draft, decision: Decision) -> Draft:
     return replace(draft, checkpoint=exported, side_files=files)
 
 
-def stated_dtype(
-    checkpoint: Checkpoint, options: ConvertOptions, sources: Sources
-) -> tuple[str | None, tuple[Note, ...]]:
-    """The dtype of ``--dtype``; for ``auto`` the one that ``config.json`` states, with a note.
-
-    Raises NeedsInformationError if there is none that does.
-    """
-    if options.dtype != AUTO_DTYPE:
-        return options.dtype, ()
-    folders = _folders(checkpoint, options)
-    dtype = _stated_dtype(_configuration(folders, sources))
-    if dtype is None:
-        raise NeedsInformationError(
-            f"{flags.dtype('auto')}: no {CONFIG} states a dtype",
-            details=[f"searched: {folder}" for folder in folders],
-            next_step=f"{flags.dtype} bfloat16, or {flags.reference('DIR')} of the model that was trained",
-        )
-    note = Note("config-dtype", f"{flags.dtype('auto')} is {dtype}, as {CONFIG} states")
-    return dtype, (note,)
-
-
-def configuration_of(checkpoint: Checkpoint, options: ConvertOptions, sources: Sources) -> Mapping[str, object]:
-    """The language model's fields in the ``config.json`` of ``--reference``, or of the source; empty if there is
-    none.
-    """
-    return _configuration(_folders(checkpoint, options), sources)
-
-
-def _folders(checkpoint: Checkpoint, options: ConvertOptions) -> list[str]:
-    """Where the ``config.json`` of the model may be, in order."""
-    if options.reference is not None:
-        return [options.reference]
-    directory = checkpoint.origin.directory.rstrip("/")
-    return [checkpoint.origin.directory, f"{directory}/huggingface"] if directory else []
-
-
-def _stated_dtype(configuration: Mapping[str, object]) -> str | None:
-    """The dtype of the weights, which transformers 5 calls ``dtype`` and older ones ``torch_dtype``."""
-    stated = configuration.get("dtype", configuration.get("torch_dtype"))
-    name = str(stated).removeprefix("torch.")
-    return name if name in CASTABLE_DTYPES else None
-
-
 def _with_note_on_dtype(
     checkpoint: Checkpoint, folders: Sequence[str], options: ConvertOptions, sources: Sources
 ) -> Checkpoint:
     """``checkpoint`` with a note if the weights are written in another dtype than the configuration states."""
-    stated = _stated_dtype(_configuration(folders, sources))
+    stated = dtype_in(configuration_in(folders, sources))
     params = checkpoint.model.params.values() if checkpoint.model is not None else ()
     floating = [leaf.dtype.name for leaf in params if isinstance(leaf, Tensor) and leaf.dtype.floating]
     written = [options.dtype] * len(floating) if options.dtype is not None else floating
@@ -134,7 +91,7 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
 
     Compares fields whose weights all have one size, and models with one stack of layers (``ir.model_config``).
     """
-    document = _configuration([reference], sources)
+    document = configuration_in([reference], sources)
     shapes = _shapes(checkpoint)
     wrong = [
         f"{each.field}: expected {each.found}, {each.what}, found {each.stated}"
@@ -203,7 +160,7 @@ def _tied_by_configuration(
     """Map the output layer to the word embeddings if ``config.json`` ties them and their bytes agree."""
     heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in left_out]
     embeddings = [name for name in model.params if WORD_EMBEDDINGS.search(name)]
-    tied = _configuration(folders, sources).get("tie_word_embeddings") is True
+    tied = configuration_in(folders, sources).get("tie_word_embeddings") is True
     if len(heads) != 1 or len(embeddings) != 1 or not tied:
         return {}
     head, embedding = model.params[heads[0]], model.params[embeddings[0]]
@@ -227,28 +184,6 @@ def _tied_by_configuration(
         )
     message = f"{CONFIG} ties {heads[0]} to {embeddings[0]}, and their values differ: both are written"
     notes.append(Note("tied", message, heads[0]))
-    return {}
-
-
-def _configuration(folders: Sequence[str], sources: Sources) -> Mapping[str, object]:
-    """The language model's fields in the first ``config.json`` in ``folders``; empty if there is none."""
-    for folder in folders:
-        path = f"{folder.rstrip('/')}/{CONFIG}"
-        if sources.stat(path) is None:
-            continue
-        source = sources.open(path)
-        try:
-            document = json.loads(source.read(0, source.nbytes))
-        except (ValueError, RecursionError) as error:
-            raise SourceCorruptError(
-                f"{path} is not JSON",
-                file=path,
-                why="the copy did not finish, or it was edited by hand",
-                next_step="restore it from the model's own directory, or move it away",
-            ) from error
-        fields = document if isinstance(document, dict) else {}
-        text = fields.get("text_config")
-        return {**fields, **text} if isinstance(text, dict) else fields
     return {}
 
 
