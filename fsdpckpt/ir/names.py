@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
@@ -226,23 +227,31 @@ class RowNames:
             in_optim = dict(zip(live, without_adapter(live.values(), in_model.values()), strict=True))
         return cls(in_model, in_optim, live)
 
-    def spellings(self) -> list[list[str]]:
-        """Of each parameter that has several, its names: the source's, then that of its row, without ``module.`` if all
-        rows have that. The latter need be no key.
+    def spellings(self, like: Iterable[str] = ()) -> list[list[str]]:
+        """Of each parameter that may be spelled in several ways, its keys, then all others, which need be no keys: with
+        the wrappers, or the ``module.``, that any key has before the name of its row, or any of ``like`` begins with.
         """
-        rows = dict.fromkeys((*self.model.values(), *self.optim.values()))
+        keys = [*self.model.items(), *self.optim.items()]
+        rows = dict.fromkeys(row for _, row in keys)
+        leads = {key.removesuffix(row): None for key, row in keys if key.endswith(row)}
+        leads.update({_leading_wrappers(name): None for name in like})
         in_module = bool(rows) and all(map(_in_module, rows))
-        if not in_module and all(name == row for names in (self.model, self.optim) for name, row in names.items()):
+        if not in_module and leads.keys() <= {""} and all(key == row for key, row in keys):
             return []
         of_row: dict[str, dict[str, None]] = {row: {} for row in rows}
-        for names in (self.model, self.optim):
-            for name, row in names.items():
-                of_row[row][name] = None
+        for key, row in keys:
+            of_row[row][key] = None
         for row, spelled in of_row.items():
-            spelled[row] = None
+            spelled.update({lead + row: None for lead in ("", *leads)})
             if in_module:
                 spelled[row.removeprefix(DISTRIBUTED)] = None
-        return [list(spelled) for spelled in of_row.values() if len(spelled) > 1]
+        return [list(spelled) for spelled in of_row.values()]
+
+
+def _leading_wrappers(name: str) -> str:
+    """The wrappers that ``name`` begins with, each with its dot."""
+    words = list(takewhile(WRAPPERS.__contains__, name.split(".")))
+    return "".join(f"{word}." for word in words)
 
 
 def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()) -> tuple[Checkpoint, SourceNames]:

@@ -242,7 +242,7 @@ def rename_keys(
     for old, new in pairs:
         rules.append((flags.rename(f"{old}={new}"), old, partial(_renamed, old=old, new=new)))
     keys = parameter_names(checkpoint)
-    spellings = RowNames.of(checkpoint).spellings()
+    spellings = RowNames.of(checkpoint).spellings(old for _, old, _ in rules)
     names = {name: name for name in (*keys, *chain(*spellings))}
     unmatched: list[NoKeyMatchesError] = []
     for option, old, change in rules:
