@@ -42,7 +42,7 @@ def decide(target: str, options: ConvertOptions, opened: Checkpoint, sources: So
     refuse_section_options(placed, opened)
     decided = replace(
         placed,
-        options=replace(on_ranks, key_type=_key_type(placed, opened)),
+        options=replace(placed.options, key_type=_key_type(placed, opened)),
         notes=(*notes, *placed.notes),
         splits_param_group=bool(options.no_weight_decay) and has_one_group(opened),
     )

@@ -28,7 +28,7 @@ PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("1", "2", {**SHARDED, **UNITS}),
     ("2", "1", {**FLATTENED, "use_orig_params": False}),
     ("1h", "2", {**SHARDED, **UNITS, "mesh": ("fsdp=2",)}),
-    ("1h", "1", FLATTENED),
+    ("1h", "1", {"to": Layout.FLATTENED, **UNITS, "mesh": ("fsdp=2",)}),
     ("2h", "2", {**SHARDED, "mesh": ("fsdp=2",)}),
 )
 REPLICAS: dict[str, object] = {"mesh": ("ddp=2,fsdp=2",)}
@@ -104,6 +104,27 @@ def test_verl_goes_on_with_replicas(verl: Library, tmp_path: Path) -> None:
         expected = losses[f"reference {saved}-{goes_on}"]
         assert [len(rank) for rank in expected] == [4] * 4
         assert [rank[:4] for rank in losses[f"{saved}-{goes_on}"]] == expected, (saved, goes_on)
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "mesh", "group"),
+    [
+        ("1h", {"world_size": 8}, "ddp=2,fsdp=4", 4),
+        ("2h", {"world_size": 8, "use_orig_params": False}, "ddp=2,fsdp=4", 4),
+        ("1h", {"world_size": 8, "strategy": "hybrid-shard", "shard_size": 2}, "ddp=4,fsdp=2", 2),
+        ("1h", {"mesh": ("ddp=4,fsdp=2",)}, "ddp=4,fsdp=2", 2),
+        ("1h", {"mesh": ("fsdp=8",)}, "fsdp=8", None),
+        ("1h", {"world_size": 8, "strategy": "full-shard"}, "fsdp=8", None),
+    ],
+)
+def test_the_groups_of_flat_parameters_are_the_rows_of_the_mesh_of_the_weights(
+    verl: Library, tmp_path: Path, saved: str, options: dict[str, object], mesh: str, group: int | None
+) -> None:
+    written(verl.saved / f"verl{saved}", tmp_path / "out", to=Layout.FLATTENED, **VERL, **UNITS, **options)
+    found = inspect(tmp_path / "out").checkpoint
+    assert {str(leaf.sharding.mesh) for leaf in found.leaves() if leaf.sharding is not None} == {mesh}
+    units = json.loads((tmp_path / "out" / "fsdpckpt.json").read_text())["units"]
+    assert units.get("shard_size") == group
 
 
 def test_verl_goes_on_from_a_file_that_has_neither_schedule_nor_random_states(
