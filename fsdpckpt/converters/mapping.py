@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping as Numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from fsdpckpt import flags
+from fsdpckpt.converters.map_numbers import MapNumbers
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.steps.sections import take
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.converters.target.model_files import configuration_of
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.model_config import CONFIG
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
@@ -70,7 +68,7 @@ def _mapped(
     from fsdpckpt.maps import Reading, apply_map
 
     layout_map = find_map(options)
-    values = _values(layout_map, opened, options, sources)
+    values = MapNumbers(layout_map, opened, options, sources)
 
     def number(tensor: Tensor) -> bytes:
         return sources.read_elements(checkpoint.files, tensor)
@@ -109,46 +107,6 @@ def find_map(options: ConvertOptions) -> LayoutMap:
             )
         found = named_map(name)
     return found.inverse() if options.inverse else found
-
-
-def _values(layout_map: LayoutMap, opened: Checkpoint, options: ConvertOptions, sources: Sources) -> Numbers[str, int]:
-    """The numbers that the map leaves open: given, of a ``config.json``, or what the map itself states."""
-    given: dict[str, int] = {}
-    for name, text in options.map_value:
-        if name not in layout_map.values:
-            raise UsageError(
-                f"{flags.map_value(f'{name}={text}')}: {layout_map.name} has no value {name}",
-                expected=", ".join(layout_map.values) or "none",
-                found=name,
-                next_step=f"drop {flags.map_value}",
-            )
-        if not text.isdigit() or not int(text):
-            raise UsageError(f"{flags.map_value(f'{name}={text}')} is no whole number from 1 on", found=text)
-        given[name] = int(text)
-    numbers: dict[str, int] = {}
-    configuration = configuration_of(opened, options, sources) if layout_map.values else {}
-    fields = {name: value for name, value in configuration.items() if type(value) is int and value > 0}
-    for name, value in layout_map.values.items():
-        stated = next((size.value(fields) for size in value.fields if all(each in fields for each in size.names)), None)
-        if name in given and stated not in (None, given[name]):
-            raise UsageError(
-                f"{flags.map_value(f'{name}={given[name]}')} contradicts {CONFIG}",
-                expected=str(stated),
-                found=str(given[name]),
-                why=f"{CONFIG} describes the model, and says {stated}",
-                next_step=f"drop {flags.map_value}, or correct {CONFIG}",
-            )
-        number = given.get(name, stated if stated is not None else value.default)
-        if number is None:
-            listed = " or ".join(size.text for size in value.fields)
-            raise NeedsInformationError(
-                f"nothing says what {name} is, which {layout_map.name} needs",
-                why=f"no {CONFIG} beside {opened.source} has {listed}" if listed else None,
-                next_step=f"add {flags.map_value(f'{name}=N')}, or {flags.reference('DIR')} of a directory with the "
-                f"model's {CONFIG}",
-            )
-        numbers[name] = number
-    return numbers
 
 
 def refuse_ids(checkpoint: Checkpoint, options: ConvertOptions) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fsdpckpt import flags
-from fsdpckpt.errors import InternalError, NeedsInformationError, SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
+from fsdpckpt.errors import FsdpckptError, InternalError, NeedsInformationError, SourceUnsupportedError
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Inline, SourceFile
 from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer, ParamKey, States, group_params
@@ -23,7 +23,7 @@ from fsdpckpt.ir.table import names_of
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.maps.boxes import Rearranger
-from fsdpckpt.maps.match import Use, match_rules, require_bijection
+from fsdpckpt.maps.match import Matched, Use, match_rules, require_bijection, require_used
 from fsdpckpt.maps.rules import LayoutMap
 from fsdpckpt.maps.steps import Family, Member, StepError, Values
 from fsdpckpt.text import plural, some_of
@@ -80,22 +80,21 @@ def apply_map(
     ``shapes``: of parameters, also of those whose model section is left out. Raises UsageError for a map that does not
     fit, SourceIncompleteError, and SourceUnsupportedError for tensors and states that cannot be rearranged so.
     """
-    matched = match_rules(layout_map, names_of(checkpoint), checkpoint.source)
     work = _Work(checkpoint, values, reading, shapes)
-    made = {name: use for use in matched.uses for name in work.targets(use)}
-    total = sum(len(work.targets(use)) for use in matched.uses)
-    if len(made) != total:
-        twice = [name for use in matched.uses for name in work.targets(use) if made[name] is not use]
-        raise InternalError(f"{layout_map} makes {twice[0]} twice")
-    require_bijection(layout_map, made, matched.rest)
-    use_of = {name: use for use in matched.uses for name in use.sources.values()}
-    model = _mapped_model(checkpoint.model, use_of, work) if checkpoint.model is not None else None
-    optim = _mapped_optimizer(checkpoint.optim, use_of, work) if checkpoint.optim is not None else None
+    in_model = _matched(checkpoint, layout_map, Section.MODEL, work)
+    in_optim = _matched(checkpoint, layout_map, Section.OPTIM, work) if layout_map.by_section else in_model
+    uses = {(use.rule.number, *use.words.items()): use for use in (*in_model.uses, *in_optim.uses)}
+    sections = [section for section in (Section.MODEL, Section.OPTIM) if checkpoint.has(section)]
+    rules = [use.rule for use in uses.values()]
+    require_used(layout_map, rules, names_of(checkpoint), checkpoint.source, sections)
+    model = _mapped_model(checkpoint.model, _by_source(in_model), work) if checkpoint.model is not None else None
+    optim = _mapped_optimizer(checkpoint.optim, _by_source(in_optim), work) if checkpoint.optim is not None else None
     times: dict[int, int] = {}
-    for use in matched.uses:
-        times[use.rule.number] = times.get(use.rule.number, 0) + 1
-    applied = AppliedMap(layout_map, values, times)
-    notes = [_note(applied, matched.uses, work), *work.notes]
+    for rule in rules:
+        times[rule.number] = times.get(rule.number, 0) + 1
+    needed = dict.fromkeys(name for rule in rules for name in rule.value_names)
+    applied = AppliedMap(layout_map, {name: values[name] for name in needed}, times)
+    notes = [_note(applied, list(uses.values()), work), *work.notes]
     if checkpoint.model is not None and checkpoint.model.metadata is not None:
         notes.append(
             Note("dropped", "the module versions in the model's _metadata were left out: their keys no longer fit")
@@ -103,6 +102,25 @@ def apply_map(
     files = work.files()
     mapped = replace(checkpoint, files=files, model=model, optim=optim, units=None).without_order()
     return mapped.noted(*notes), applied
+
+
+def _matched(checkpoint: Checkpoint, layout_map: LayoutMap, section: Section, work: _Work) -> Matched:
+    """The uses of the rules for one section; for both at once if each rule is for both."""
+    if not layout_map.by_section:
+        alone = checkpoint
+    elif section is Section.MODEL:
+        alone = replace(checkpoint, optim=None)
+    else:
+        alone = replace(checkpoint, model=None)
+    rules = layout_map.of_section(section) if layout_map.by_section else layout_map
+    matched = match_rules(rules, names_of(alone), checkpoint.source)
+    made = [(name, use) for use in matched.uses for name in work.targets(use)]
+    require_bijection(rules, made, matched.rest)
+    return matched
+
+
+def _by_source(matched: Matched) -> dict[str, Use]:
+    return {name: use for use in matched.uses for name in use.sources.values()}
 
 
 def _note(applied: AppliedMap, uses: Sequence[Use], work: _Work) -> Note:
@@ -200,6 +218,8 @@ class _Work:
             except StepError as error:
                 name = use.sources.get(error.member, next(iter(use.sources.values())))
                 raise self._refused(f"{_key(name, state)} does not fit {use.rule}", [error.what], name) from error
+            except FsdpckptError:  # of a number that nothing gives
+                raise
             except ValueError as error:
                 raise self._refused(
                     f"{use.rule} cannot be applied", [str(error)], next(iter(use.sources.values()))

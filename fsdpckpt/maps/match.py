@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceIncompleteError, UsageError, to_copy
+from fsdpckpt.ir import Section
 from fsdpckpt.maps.names import Pattern
 from fsdpckpt.maps.rules import LayoutMap, Rule
 from fsdpckpt.maps.steps import Member
@@ -44,8 +45,8 @@ class Matched:
 def match_rules(layout_map: LayoutMap, names: Sequence[str], source: str) -> Matched:
     """The uses of the rules of ``layout_map`` among ``names``.
 
-    Raises UsageError for a name that two rules have, a rule that applies to nothing, and names that no rule has where
-    the map says so; SourceIncompleteError if a rule needs several parameters and some are not there.
+    Raises UsageError for a name that two rules have, and for names that no rule has where the map says so;
+    SourceIncompleteError if a rule needs several parameters and some are not there.
     """
     found: dict[tuple[int, tuple[str, ...]], Use] = {}
     uses: dict[tuple[int, tuple[str, ...]], dict[Member, str]] = {}
@@ -72,7 +73,6 @@ def match_rules(layout_map: LayoutMap, names: Sequence[str], source: str) -> Mat
             why='it says rest = "error"',
             next_step=f'give it rules for them, or rest = "keep"; {flags.exclude("GLOB")} leaves parameters out',
         )
-    _require_used(layout_map, [use.rule for use in found.values()], names, source)
     for use in found.values():
         _require_complete(use, source)
     return Matched(tuple(found.values()), tuple(rest))
@@ -92,9 +92,18 @@ def _matches(rule: Rule, name: str) -> Iterable[tuple[Rule, dict[str, str], Memb
         yield rule, words, (position if len(rule.sources) > 1 else None, number)
 
 
-def _require_used(layout_map: LayoutMap, used: Collection[Rule], names: Sequence[str], source: str) -> None:
+def require_used(
+    layout_map: LayoutMap, used: Collection[Rule], names: Collection[str], source: str, sections: Collection[Section]
+) -> None:
+    """Raises UsageError for a rule that applies to nothing. ``used``: those that apply; ``sections``: those that there
+    are.
+    """
     numbers = {rule.number for rule in used}
-    unused = [rule for rule in layout_map.rules if rule.number not in numbers and not rule.optional]
+    unused = [
+        rule
+        for rule in layout_map.rules
+        if rule.number not in numbers and not rule.optional and (rule.section is None or rule.section in sections)
+    ]
     if not unused:
         return
     backwards = layout_map.inverse()
@@ -151,27 +160,30 @@ def _wrong(layout_map: LayoutMap, what: str, why: str, name: str) -> UsageError:
     )
 
 
-def require_bijection(layout_map: LayoutMap, new_names: Mapping[str, Use | None], rest: Collection[str]) -> None:
-    """Raises UsageError unless the inverse of the map leads from each new name back to where it came from.
+def require_bijection(layout_map: LayoutMap, new_names: Iterable[tuple[str, Use]], rest: Collection[str]) -> None:
+    """Raises UsageError unless each new name is made once, and the inverse of the map leads from it back to where it
+    came from.
 
-    ``new_names``: the use that makes each one. ``rest``: the names that stay.
+    ``new_names``: with the use that makes each. ``rest``: the names that stay.
     """
     backwards = {rule.number: rule for rule in layout_map.inverse().rules}
-    for name, use in new_names.items():
-        if use is None:
-            continue
-        if name in rest:
-            raise _wrong(
-                layout_map,
-                f"{use.rule} makes {name}, which is there already",
-                "two parameters cannot have one name",
-                name,
-            )
+    kept, made = set(rest), dict[str, Use]()
+    for name, use in new_names:
+        origin = next(iter(use.sources.values()))
+        if name in kept:
+            raise _wrong(layout_map, f"{use.rule} makes {name}, which is there already", _ONE_NAME, name)
+        if name in made:
+            other = next(iter(made[name].sources.values()))
+            raise _wrong(layout_map, f"{name} would be made of {other} and of {origin}", _ONE_NAME, name)
+        made[name] = use
         back = [words for _, words, _ in _matches(backwards[use.rule.number], name)]
         if back != [use.words]:
             raise _wrong(
                 layout_map,
-                f"{use.rule} makes {name}, and its inverse does not lead back to {next(iter(use.sources.values()))}",
+                f"{use.rule} makes {name}, and its inverse does not lead back to {origin}",
                 "patterns with {name*} can match in several ways",
                 name,
             )
+
+
+_ONE_NAME = "two parameters cannot have one name"

@@ -13,6 +13,7 @@ from typing import NoReturn, TypeVar
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceMissingError, UsageError
+from fsdpckpt.ir import Section
 from fsdpckpt.maps.names import Pattern
 from fsdpckpt.maps.rules import LayoutMap, Rule, Value, flaws
 from fsdpckpt.maps.steps import Cat, Size, Split, Stack, Step, Transpose, Unstack, rearrange, size_of
@@ -20,6 +21,7 @@ from fsdpckpt.maps.steps import Cat, Size, Split, Stack, Step, Transpose, Unstac
 FORMAT = 1
 MAX_BYTES = 1 << 20  # a map is a page of text
 _JSON = ".json"
+_SECTIONS = (Section.MODEL.value, Section.OPTIM.value)
 _Made = TypeVar("_Made")
 
 
@@ -115,17 +117,24 @@ class _Parser:
 
     def _rule(self, number: int, value: object, values: Mapping[str, Value]) -> Rule:
         self._at = f"rule {number}: "
-        table = self._table(value, "it", ("from", "to", "steps", "optional", "tie", "untie"))
+        table = self._table(value, "it", ("from", "to", "steps", "optional", "section", "tie", "untie"))
         sources, targets = (self._patterns(table.get(side), side) for side in ("from", "to"))
         copies = [word for word in ("tie", "untie") if self._flag(table, word)]
         steps = self._steps(table.get("steps", []), len(sources), len(targets), values)
-        rule = Rule(number, sources, targets, steps, self._flag(table, "optional"))
         if len(copies) > 1:
             self.fail("it has tie and untie")
-        if "tie" in copies:
-            rule = Rule(number, sources, targets, steps, rule.optional, "tie")
-        elif "untie" in copies:
-            rule = Rule(number, sources, targets, steps, rule.optional, "untie")
+        section = table.get("section")
+        if section not in (None, *_SECTIONS):
+            self.fail("section is no section", expected=" or ".join(_SECTIONS), found=section)
+        rule = Rule(
+            number,
+            sources,
+            targets,
+            steps,
+            self._flag(table, "optional"),
+            "tie" if "tie" in copies else "untie" if copies else "",
+            Section(section) if section is not None else None,
+        )
         for each in (rule, rule.inverse()):
             if wrong := flaws(each):
                 self.fail("; ".join(wrong))
@@ -185,17 +194,27 @@ class _Parser:
                 if not isinstance(dims, list) or len(dims) != 2:
                     self.fail("transpose takes two dimensions", found=dims)
                 first, second = (self._dim(dim, kind) for dim in dims)
-                return Transpose(first, second)
+                return Transpose(first, second, self._positions(table))
         axes = self._table(table.get("axes", {}), "axes")
         sizes_of = {axis: self._size(size, values) for axis, size in axes.items()}
         text = table[kind]
         if not isinstance(text, str):
             self.fail("rearrange takes a text", found=text)
-        return self._of(lambda written: rearrange(written, sizes_of), text)
+        of = self._positions(table)
+        return self._of(lambda written: rearrange(written, sizes_of, of), text)
+
+    def _positions(self, table: Mapping[str, object]) -> tuple[int, ...] | None:
+        """Which of several tensors a step is for."""
+        of = table.get("of")
+        if of is None:
+            return None
+        if not isinstance(of, list) or not of:
+            self.fail("of is no list of positions", found=of)
+        return tuple(self._dim(each, "of") for each in of)
 
     def _dim(self, value: object, kind: str) -> int:
         if type(value) is not int or value < 0:
-            self.fail(f"{kind}: a dimension is a number from 0 on", found=value)
+            self.fail(f"{kind}: {'a position' if kind == 'of' else 'a dimension'} is a number from 0 on", found=value)
         return value
 
     def _sizes(self, value: object, values: Mapping[str, Value]) -> tuple[Size, ...]:
@@ -219,8 +238,8 @@ _STEPS: Mapping[str, Sequence[str]] = {
     "unstack": ("dim",),
     "cat": ("sizes",),
     "split": ("sizes",),
-    "transpose": (),
-    "rearrange": ("axes",),
+    "transpose": ("of",),
+    "rearrange": ("axes", "of"),
 }
 
 

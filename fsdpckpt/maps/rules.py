@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from fsdpckpt.ir import Section
 from fsdpckpt.maps.names import Pattern
-from fsdpckpt.maps.steps import Cat, Size, Split, Stack, Step, Unstack
+from fsdpckpt.maps.steps import Cat, Rearrange, Size, Split, Stack, Step, Transpose, Unstack
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class Rule:
     """``sources`` become ``targets`` by ``steps``. ``optional``: a checkpoint may have none of them.
 
     ``copies``: "" for the steps; ``untie``: one tensor gets several names; ``tie``: several names of equal tensors
-    become one.
+    become one. ``section``: the only one that the rule is for, None for both: a job may save the tensors of a model in
+    another form than it trains them.
     """
 
     number: int  # in the file, from 1
@@ -24,6 +26,7 @@ class Rule:
     steps: tuple[Step, ...] = ()
     optional: bool = False
     copies: Literal["", "tie", "untie"] = ""
+    section: Section | None = None
 
     @property
     def stacked(self) -> str | None:
@@ -38,6 +41,17 @@ class Rule:
     @property
     def renames_alone(self) -> bool:
         return not self.steps and not self.copies
+
+    @property
+    def value_names(self) -> list[str]:
+        """The numbers of the map that the steps need."""
+        sizes: list[Size] = []
+        for step in self.steps:
+            if isinstance(step, Cat | Split):
+                sizes += step.sizes
+            elif isinstance(step, Rearrange):
+                sizes += [size for _, size in step.sizes]
+        return [name for size in sizes for name in size.names]
 
     def inverse(self) -> Rule:
         copies: Mapping[str, Literal["", "tie", "untie"]] = {"": "", "tie": "untie", "untie": "tie"}
@@ -80,6 +94,15 @@ class LayoutMap:
     tested: str = ""
     inverted: bool = False
 
+    @property
+    def by_section(self) -> bool:
+        """Whether the model and the optimizer have rules of their own."""
+        return any(rule.section is not None for rule in self.rules)
+
+    def of_section(self, section: Section) -> LayoutMap:
+        """The map with the rules for one section."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.section in (None, section)))
+
     def inverse(self) -> LayoutMap:
         return replace(self, rules=tuple(rule.inverse() for rule in self.rules), inverted=not self.inverted)
 
@@ -114,25 +137,32 @@ def _count_flaws(rule: Rule, *, several: bool) -> list[str]:
     """Follow how many tensors there are from step to step."""
     count = len(rule.sources)
     for step in rule.steps:
-        if isinstance(step, Cat):
-            if count == 1:
-                return [f"{step}: there is one tensor, and nothing to join"]
-            if len(step.sizes) != count:
-                return [f"{step}: there are {count} tensors and {len(step.sizes)} sizes"]
-            count = 1
-        elif isinstance(step, Split):
-            if count > 1:
-                return [f"{step}: there are {count} tensors, and only one can be split"]
-            count = len(step.sizes)
-        elif isinstance(step, Unstack):
-            if several:
-                return [f"{step}: they are already several"]
-            several = True
-        elif isinstance(step, Stack):
-            several = False
+        wrong = _step_flaw(step, count, several=several)
+        if wrong:
+            return [f"{step}: {wrong}"]
+        count = 1 if isinstance(step, Cat) else len(step.sizes) if isinstance(step, Split) else count
+        several = (several or isinstance(step, Unstack)) and not isinstance(step, Stack)
     if count != len(rule.targets):
         return [f"its steps make {count} of {len(rule.sources)} tensors, and to has {len(rule.targets)} patterns"]
     return []
+
+
+def _step_flaw(step: Step, count: int, *, several: bool) -> str:
+    """Why ``step`` cannot follow where there are ``count`` tensors; "" if it can. ``several``: whether a place has
+    several numbers.
+    """
+    match step:
+        case Cat() if count == 1:
+            return "there is one tensor, and nothing to join"
+        case Cat() if len(step.sizes) != count:
+            return f"there are {count} tensors and {len(step.sizes)} sizes"
+        case Split() if count > 1:
+            return f"there are {count} tensors, and only one can be split"
+        case Unstack() if several:
+            return "they are already several"
+        case Rearrange() | Transpose() if step.of is not None and (count == 1 or max(step.of) >= count):
+            return f"of has {max(step.of)}, and the number of tensors is {count}"
+    return ""
 
 
 def _copy_flaws(rule: Rule) -> list[str]:

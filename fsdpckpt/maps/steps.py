@@ -195,10 +195,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Two dimensions change places, as ``torch.transpose``."""
+    """Two dimensions change places, as ``torch.transpose``. ``of``: see ``Rearrange``."""
 
     first: int
     second: int
+    of: tuple[int, ...] | None = None
 
     def inverse(self) -> Step:
         return self
@@ -206,6 +207,9 @@ class Transpose:
     def run(self, family: Family, rearranger: Rearranger, values: Values) -> Family:
         result: Family = {}
         for member, tensor in family.items():
+            if not _concerns(self.of, member):
+                result[member] = tensor
+                continue
             for dim in (self.first, self.second):
                 _require_dim(tensor, dim, member)
             order = list(range(tensor.ndim))
@@ -222,21 +226,23 @@ class Rearrange:
     """Dimensions are split, permuted and merged, in the notation of einops: ``(h d two) i -> (h two d) i``.
 
     ``before``, ``after``: the names of the axes in each dimension. ``sizes``: of axes; one in each dimension may be
-    left open.
+    left open. ``of``: the positions of the tensors that are rearranged; None: all.
     """
 
     before: tuple[tuple[str, ...], ...]
     after: tuple[tuple[str, ...], ...]
     sizes: tuple[tuple[str, Size], ...]
+    of: tuple[int, ...] | None = None
 
     def inverse(self) -> Step:
-        return Rearrange(self.after, self.before, self.sizes)
+        return Rearrange(self.after, self.before, self.sizes, self.of)
 
     def run(self, family: Family, rearranger: Rearranger, values: Values) -> Family:
         known = {axis: size.value(values) for axis, size in self.sizes}
         result: Family = {}
         for member, tensor in family.items():
-            result[member] = rearranger.apply(tensor, *self._operations(tensor, member, known))
+            operations = self._operations(tensor, member, known) if _concerns(self.of, member) else []
+            result[member] = rearranger.apply(tensor, *operations)
         return result
 
     def _operations(self, tensor: Tensor, member: Member, known: Mapping[str, int]) -> list[Operation]:
@@ -270,12 +276,16 @@ class Rearrange:
 Step: TypeAlias = Stack | Unstack | Cat | Split | Transpose | Rearrange
 
 
-def rearrange(text: str, sizes: Mapping[str, Size]) -> Rearrange:
+def _concerns(of: tuple[int, ...] | None, member: Member) -> bool:
+    return of is None or member[0] in of
+
+
+def rearrange(text: str, sizes: Mapping[str, Size], of: tuple[int, ...] | None = None) -> Rearrange:
     """The step that ``text`` writes. Raises ValueError."""
     before, arrow, after = text.partition("->")
     if not arrow:
         raise ValueError(f"{text!r} has no ->")
-    step = Rearrange(_axes(before), _axes(after), tuple(sizes.items()))
+    step = Rearrange(_axes(before), _axes(after), tuple(sizes.items()), of)
     names = [[axis for axes in side for axis in axes] for side in (step.before, step.after)]
     if sorted(names[0]) != sorted(names[1]) or len(set(names[0])) != len(names[0]) or not names[0]:
         raise ValueError(f"{text!r}: both sides need the same axes, each once")

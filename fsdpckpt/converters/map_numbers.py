@@ -1,0 +1,82 @@
+"""The numbers of a model that a map leaves open, such as the size of a head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from fsdpckpt import flags
+from fsdpckpt.converters.target.model_files import configuration_of
+from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.model_config import CONFIG
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.storage.sources import Sources
+
+if TYPE_CHECKING:  # few conversions need maps
+    from fsdpckpt.maps import LayoutMap
+
+
+class MapNumbers(Mapping[str, int]):
+    """The numbers that a map leaves open: given, of a ``config.json``, or what the map itself states.
+
+    Asking for one that nothing gives raises NeedsInformationError: a rule that is not used needs none.
+    """
+
+    def __init__(self, layout_map: LayoutMap, opened: Checkpoint, options: ConvertOptions, sources: Sources) -> None:
+        self._map, self._source = layout_map, opened.source
+        self._given = {name: self._given_number(name, text) for name, text in options.map_value}
+        configuration = configuration_of(opened, options, sources) if layout_map.values else {}
+        self._fields = {name: value for name, value in configuration.items() if type(value) is int and value > 0}
+        for name, number in self._given.items():
+            stated = self._stated(name)
+            if stated not in (None, number):
+                raise UsageError(
+                    f"{flags.map_value(f'{name}={number}')} contradicts {CONFIG}",
+                    expected=str(stated),
+                    found=str(number),
+                    why=f"{CONFIG} describes the model, and says {stated}",
+                    next_step=f"drop {flags.map_value}, or correct {CONFIG}",
+                )
+
+    def __getitem__(self, name: str) -> int:
+        stated = self._stated(name)
+        number = self._given.get(name, stated if stated is not None else self._map.values[name].default)
+        if number is None:
+            fields = " or ".join(size.text for size in self._map.values[name].fields)
+            raise NeedsInformationError(
+                f"nothing says what {name} is, which {self._map.name} needs",
+                why=f"no {CONFIG} beside {self._source} has {fields}" if fields else None,
+                next_step=f"add {flags.map_value(f'{name}=N')}, or {flags.reference('DIR')} of a directory with the "
+                f"model's {CONFIG}",
+            )
+        return number
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._map.values)
+
+    def __len__(self) -> int:
+        return len(self._map.values)
+
+    def _given_number(self, name: str, text: str) -> int:
+        given = flags.map_value(f"{name}={text}")
+        if name not in self._map.values:
+            raise UsageError(
+                f"{given}: {self._map.name} has no value {name}",
+                expected=", ".join(self._map.values) or "none",
+                found=name,
+                next_step=f"drop {flags.map_value}",
+            )
+        if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
+            raise UsageError(f"{given} is no whole number from 1 on", found=text)
+        return int(text)
+
+    def _stated(self, name: str) -> int | None:
+        """What ``config.json`` says; a division that leaves a rest says nothing."""
+        for size in self._map.values[name].fields:
+            if all(field in self._fields for field in size.names):
+                with suppress(ValueError):
+                    return size.value(self._fields)
+        return None
