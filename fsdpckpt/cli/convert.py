@@ -205,11 +205,11 @@ def _wrapped_lines(lines: Iterable[str], columns: int | None) -> Iterator[str]:
 def done_lines(report: Report) -> Iterator[str]:
     yield _heading_text(report)
     rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
+    # The first size is that of the values, as verify gives it: files have headers, too, and some may be links.
+    yield f"  {plural(report.tensors, 'tensor')}, {size_text(report.tensor_bytes)}; verified: {report.verified}"
     yield (
-        # The first size is that of the values, as verify gives it: files have headers, too, and some may be links.
-        f"  {plural(report.tensors, 'tensor')}, {size_text(report.tensor_bytes)}; "
-        f"{plural(_files_written(report), 'file')} written, {size_text(report.bytes_written)}, "
-        f"{duration_text(report.seconds)} ({rate}/s), verified: {report.verified}"
+        f"  {plural(_files_written(report), 'file')} written, {size_text(report.bytes_written)}, "
+        f"{duration_text(report.seconds)} ({rate}/s)"
     )
     for line in _linked_text(report):
         yield f"  {line}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Colour, Line, Styled, table_lines
+from fsdpckpt.cli.output import GAP, Colour, Line, Styled, cut, table_lines
 from fsdpckpt.producers import PLAIN
 
 if TYPE_CHECKING:
@@ -48,17 +48,38 @@ CONTAINERS = (
 
 
 def formats_command(output: Output) -> int:
-    """List the containers and flavors that can be read, in which layouts they are written, and what they were tried
-    with.
-    """
+    """List the containers, flavors and maps: the layouts that are written, and the versions that were tested."""
     formats = list(all_formats())
     output.document(lambda: {"formats": [asdict(each) for each in formats]}, "formats")
-    rows = [("kind", "name", "what it is", "written as", "tested with")]
-    rows += [(each.kind, each.name, each.title, _written(each), each.tested or "-") for each in formats]
-    heading, *lines = table_lines(rows, right=())
-    table: list[Line] = [Styled(heading, Colour.HEADING), *lines]
-    output.data(table)
+    output.data(_table(formats, output.columns))
     return 0
+
+
+HEADINGS = ("kind", "name", "what it is", "written as", "tested with")
+NARROWEST = 28  # columns of what a format is, beside the versions
+
+
+def _table(formats: Sequence[Format], columns: int | None) -> Iterator[Line]:
+    """One row for each. On a narrow terminal without the kind, and then without the versions: the rest must be read."""
+    rows = [(each.kind, each.name, each.title, _written(each), each.tested or "-") for each in formats]
+    fields = [list(column) for column in zip(HEADINGS, *rows, strict=True)]
+    if columns is not None:
+        fields = fields[1:]
+        others = sum(max(map(len, column)) + GAP for column in (fields[0], *fields[2:]))
+        if columns - others < NARROWEST:
+            del fields[-1]
+            others = sum(max(map(len, column)) + GAP for column in (fields[0], *fields[2:]))
+        fields[1] = [cut(title, max(columns - others, NARROWEST)) for title in fields[1]]
+    heading, *lines = table_lines(list(zip(*fields, strict=True)), right=(), columns=columns)
+    yield Styled(heading, Colour.HEADING)
+    kind = formats[0].kind
+    for each, line in zip(formats, lines, strict=True):
+        if columns is not None and each.kind != kind:
+            yield ""  # containers, flavors and maps: the names of a kind are values of one option
+        kind = each.kind
+        yield line
+    if columns is not None and len(fields) < len(HEADINGS) - 1:
+        yield Styled(cut("the versions they were tested with: --json, or a wider terminal", columns), Colour.ASIDE)
 
 
 def _written(each: Format) -> str:

@@ -125,7 +125,7 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     for section, totals in description.sections.items():
         parts = [plural(totals.tensors, "tensor"), f"{count_text(totals.elements)} elements", size_text(totals.nbytes)]
         if section == "optim" or section in key_types:
-            parts.insert(0, f"keys: {key_types.get(section, description.key_type)}")
+            parts.insert(0, f"keyed by {key_types.get(section, description.key_type)}")
         yield cut(f"{section}: {', '.join(parts)}, {dtypes_text(totals.dtypes)}", columns)
     if checkpoint.optim is not None:
         yield from _groups(checkpoint.optim.param_groups, columns)

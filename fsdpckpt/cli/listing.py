@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -151,6 +152,13 @@ def _folded_with_stats(description: Description) -> list[Row]:
     """One row for all keys that differ only in numbers, with the statistics of all their elements."""
     tensors, stats = description.tensors, description.stats or ()
     each = [_row(named) for named in tensors]
+    states = [named for named in tensors if named.state is not None]
+    scalars = Counter((named.label, named.state) for named in states if not named.tensor.ndim)
+    params = Counter(label for label, _ in {(named.label, named.param) for named in states})
+    for at, named in enumerate(tensors):
+        # A scalar that every parameter has, such as its step, is one row.
+        if named.state is not None and scalars[named.label, named.state] == params[named.label] > 1:
+            each[at] = replace(each[at], key=f"*.{named.state}")
     rows = []
     for folded in fold((row.key, (row.section, row.dtype, row.shape, row.placement)) for row in each):
         joined = joined_stats([(stats[at], tensors[at].tensor.numel) for at in folded.members])

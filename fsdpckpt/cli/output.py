@@ -85,6 +85,7 @@ def _narrow(rows: Sequence[Sequence[Cell]], widths: Sequence[int], columns: int)
 
 def cut(line: str, columns: int | None) -> str:
     """``line`` in at most ``columns`` characters, ending in an ellipsis if it is longer."""
+    line = str(Message(line))
     return line if columns is None or len(line) <= columns else line[: max(columns - 1, 0)] + "…"
 
 
@@ -94,6 +95,7 @@ def wrapped(line: str, columns: int | None) -> list[str]:
     It breaks between words only: a path stays whole, to be copied. Lines after the first begin below the first word
     after a label.
     """
+    line = str(Message(line))  # an option in it must not be taken apart, nor count longer than it is shown
     if columns is None or len(line) <= columns:
         return [line]
     import textwrap

@@ -13,7 +13,7 @@ from fsdpckpt.cli.output import Cell, Name, table_lines
 from fsdpckpt.command_options import UnitsOptions
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
 from fsdpckpt.option_fields import Scope, refuse_unused
-from fsdpckpt.text import count_text, plural, shape_text
+from fsdpckpt.text import count_text, fold, plural, shape_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -126,7 +126,7 @@ def _print(output: Output, result: ResolvedUnits) -> None:
     units = result.units
     output.document(lambda: encode(units, how=result.how))
     output.data(_summary(units))
-    output.data(table_lines([HEADINGS, *map(_row, units.units)], right=NUMERIC, columns=output.columns))
+    output.data(_table(units, output.columns))
     output.data(_rest_lines(units))
     output.data(result.how)
     output.data(f"not recorded in the checkpoint, and without effect on it: {name}" for name in result.unsettled)
@@ -143,6 +143,21 @@ def _summary(units: Units) -> Iterator[str]:
         f"use_orig_params={units.use_orig_params}{ranks}{groups}"
     )
     yield ""
+
+
+def _table(units: Units, columns: int | None) -> list[str]:
+    """A row for each unit; on a terminal one for those of repeated layers, and no column that is empty."""
+    rows = [_row(unit) for unit in units.units]
+    if columns is None:
+        return table_lines([HEADINGS, *rows], right=NUMERIC)
+    folded = []
+    for keys in fold((unit.key, tuple(map(str, row[1:]))) for unit, row in zip(units.units, rows, strict=True)):
+        count = len(keys.members)
+        name = Name(keys.key, f"  x{count_text(count)}" if count > 1 else "")
+        folded.append([name, *rows[keys.members[0]][1:]])
+    shown = [at for at in range(len(HEADINGS)) if any(row[at] != "-" for row in folded)]
+    cells = [[row[at] for at in shown] for row in (HEADINGS, *folded)]
+    return table_lines(cells, right=[shown.index(at) for at in NUMERIC if at in shown], columns=columns)
 
 
 def _row(unit: Unit) -> list[Cell]:

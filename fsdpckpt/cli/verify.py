@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import as_fsdpckpt_error, show_error
-from fsdpckpt.cli.output import Colour, Line, Styled, labelled
+from fsdpckpt.cli.output import Colour, Line, Styled, Whole, labelled
 from fsdpckpt.command_options import VerifyOptions, keywords_of
 from fsdpckpt.errors import FsdpckptError, SourceError
 from fsdpckpt.text import fold_notes, key_text, plural, shape_text
@@ -93,14 +93,13 @@ def _show_resumption(output: Output, source: str, resumption: Resumption) -> Non
         return
     output.message(f"{resumption.flavor} does not resume from {source} on {ranks}")
     if resumption.beyond_conversion:
-        output.message("no conversion can add what is missing: only the job that saves it can")
+        output.message("no conversion can add what is missing: only the job that saves can")
         return
+    begin = "no conversion can fix this" if resumption.command else "cannot be converted"
     for reason in resumption.still_missing:
-        output.message(
-            f"no conversion can add this: {reason}" if resumption.command else f"cannot be converted: {reason}"
-        )
+        output.message(f"{begin}: {reason}")
     if resumption.command is not None:
-        output.message(f"next: {resumption.command}")
+        output.message(Whole(f"next: {resumption.command}"))
 
 
 def _verdict(result: Verification) -> Line:

@@ -110,7 +110,7 @@ TRAINER = replace(
     exports_beside="",  # its own state is never called so
     training_files=(r"^scheduler\.pt$", r"^rng_state(_\d+)?\.pth$", r"^scaler\.pt$"),  # none with save_only_model
     needed=(  # Trainer._load_optimizer_and_scheduler, Trainer.train
-        ("scheduler.pt", "starts with a new optimizer, and says nothing"),
+        ("scheduler.pt", "silently starts with a new optimizer"),
         (
             "trainer_state.json",
             "stops with FileNotFoundError (copy the file from a run with the same arguments, and set global_step in it "

@@ -60,11 +60,16 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def screen(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What one sees of a command on a terminal of 80 columns, without colours: stdout, then stderr, then the code."""
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns, without colours."""
     monkeypatch.setattr("fsdpckpt.cli.output._is_terminal", lambda stream: True)
     for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1"), ("TERM", "dumb")):
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def screen(run: Run, narrow: None) -> Callable[..., str]:
+    """What one sees of a command on a terminal of 80 columns, without colours: stdout, then stderr, then the code."""
 
     def show(*arguments: str | Path) -> str:
         done = run(*arguments)

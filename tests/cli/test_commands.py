@@ -23,7 +23,7 @@ def test_inspect_shows_a_summary_then_a_line_a_key(run: Run, saved: Path) -> Non
     lines = done.out.splitlines()
     assert lines[0] == f"{saved}: full, torch (plain), 1 rank"
     assert "model: 6 tensors, 80 elements, 320 B, float32" in lines
-    assert "optim: keys: id, 18 tensors, 166 elements, 664 B, float32" in lines
+    assert "optim: keyed by id, 18 tensors, 166 elements, 664 B, float32" in lines
     assert "problems: none" in lines
     assert any(line.startswith("  0: 6 parameters; lr=0.01, betas=(0.9, 0.999)") for line in lines)
     assert "  epoch = 4" in lines

@@ -105,7 +105,7 @@ def test_a_model_of_405_billion_parameters_fits_the_screen(columns: int, monkeyp
     assert "*.{exp_avg,exp_avg_sq}  x2,274" in text
     assert lines[-1] == "problems: none"
     assert lines[-6].startswith("405b: sharded, dcp")
-    assert lines[-3].startswith("optim: keys: name, 3,411 tensors")
+    assert lines[-3].startswith("optim: keyed by name, 3,411 tensors")
     assert "lr=0.001, betas=(0.9, 0.95), weight_decay=0.1" in lines[-2]
 
 

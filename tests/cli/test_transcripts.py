@@ -149,8 +149,41 @@ exit 3
     )
 
 
+def test_an_option_in_a_warning_is_not_taken_apart_where_the_line_breaks(screen: Screen) -> None:
+    shown = screen("convert", "a.pt", "trainer", "--flavor", "trainer", "--world-size", "2", "--dry-run")
+    assert "add --no-weight-decay" in shown and "ufdd" not in shown and "no_weight_decay" not in shown
+
+
+def test_a_command_to_copy_is_one_line_on_a_narrow_terminal(run: Run, narrow: None) -> None:
+    done = run("verify", "a.pt", "--for", "accelerate", "--world-size", "2")
+    (line,) = (line for line in done.err.splitlines() if line.startswith("next: "))
+    assert line == "next: fsdpckpt convert a.pt a-for-accelerate --world-size 2 --flavor accelerate"
+
+
+def test_units_of_repeated_layers_share_a_row(screen: Screen) -> None:
+    flat = ("--to", "flattened", "--world-size", "2", "--no-use-orig-params", "--unit", "layers.*", "--key-type", "id")
+    assert screen("convert", "a.pt", "flat", *flat, "-q").endswith("exit 0\n")
+    lines = screen("units", "--from", "flat").splitlines()
+    assert lines[2:5] == [
+        "flat parameter                 strategy    parameters  elements  dtype",
+        "_flat_param                    full-shard           1         8  float32",
+        "layers.{0..2}._flat_param  x3  full-shard           2        16  float32",
+    ]
+
+
+def test_formats_fit_a_narrow_terminal(screen: Screen) -> None:
+    lines = screen("formats").splitlines()
+    assert lines[0].split() == ["name", "what", "it", "is", "written", "as"]
+    assert any(line.startswith("verl ") and line.endswith("sharded, flattened") for line in lines)
+
+
+def test_statistics_show_the_step_once(screen: Screen) -> None:
+    rows = [line.split() for line in screen("inspect", "a.pt", "--stats").splitlines()]
+    assert [row[:4] for row in rows if row and row[0].endswith(".step")] == [["*.step", "x7", "100", "100"]]
+
+
 def test_convert_and_verify_say_one_size(run: Run, tmp_path: Path) -> None:
     done = run("convert", "a.pt", tmp_path / "out", "--to", "sharded", "--world-size", "2")
-    said = re.search(r"28 tensors, ([\d.]+ \w+); 4 files written,", done.out)
+    said = re.search(r"28 tensors, ([\d.]+ \w+); verified: structure\n  4 files written,", done.out)
     assert said is not None, done.out
     assert f"28 tensors, {said[1]}, " in run("verify", tmp_path / "out").err

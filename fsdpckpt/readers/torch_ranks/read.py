@@ -88,7 +88,7 @@ def _container_text(paths: Mapping[int, str], ranks: Sequence[int], forms: Seque
     content = " and ".join(f"{form} values" for form in forms) or "plain tensors only"
     if len(ranks) == 1:
         return f"{paths[ranks[0]]} is one rank's torch.save file, of a world of one, holding {content}"
-    return f"{len(ranks)} torch.save files, one per rank ({paths[ranks[0]]} ...), holding {content}"
+    return f"{len(ranks)} torch.save files, one per rank, holding {content} (first: {paths[ranks[0]]})"
 
 
 def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Sequence[TorchArchive]) -> None:
