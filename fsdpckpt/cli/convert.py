@@ -247,7 +247,10 @@ def plan_lines(report: Report) -> Iterator[str]:
     for line in _linked_text(report):
         yield f"  link    {line}"
     place = f"in {report.staged_in}" if report.staged_in is not None else f"beside {report.target}"
-    yield f"  disk    {size_text(report.disk_needed)} needed {place}{_disk_text(report)}"
+    if report.streamed:
+        yield f"  disk    none needed: sent to {report.target} in parts"
+    else:
+        yield f"  disk    {size_text(report.disk_needed)} needed {place}{_disk_text(report)}"
     yield f"  memory  {size_text(report.peak_memory_planned)} of buffers"
     yield f"  workers {_workers_text(report)}"
     yield from _file_lines("file   ", report.files, report.target)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -38,7 +38,7 @@ from fsdpckpt.process import without_collection
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
-from fsdpckpt.storage.local import LocalFile
+from fsdpckpt.storage import is_url
 from fsdpckpt.storage.places import is_within
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.parameter_order import from_units
@@ -71,7 +71,7 @@ class OutputCheck:
     ``files``: the source's files; ``seen_by``: which rank sees which of them. ``holders``: for each target file the
     ranks that see it. ``crcs``: the CRC-32 of each file as it was written. ``path``: where rank 0 finds the output, a
     directory or one file. ``require_unchanged`` raises SourceError if a source file changed after it was copied:
-    differing bytes are then not the output's fault.
+    differing bytes are then not the output's fault. ``open_output``: what rank 0 opens the output with.
     """
 
     group: Group
@@ -85,6 +85,7 @@ class OutputCheck:
     crcs: Mapping[str, int]
     path: str
     require_unchanged: Callable[[], None]
+    open_output: Callable[[], Sources]
 
     def run(self) -> dict[str, str]:
         """Check that every tensor is in the output with its shape and dtype, and that its bytes are in the file.
@@ -127,7 +128,7 @@ class OutputCheck:
         try:
             yield
         except SourceError as error:
-            if type(error) is SourceError and error.file is not None and is_within(error.file, self.path):
+            if type(error) is SourceError and error.file is not None and self._is_output(error.file):
                 raise _unreadable(error) from None
             raise
         except InternalError as error:
@@ -140,13 +141,19 @@ class OutputCheck:
                     require_recorded(checkpoint, np.ones(len(checkpoint.checksums.file), np.bool_), sources)
             raise
 
+    def _is_output(self, path: str) -> bool:
+        if is_url(self.path):
+            return path == self.path or path.startswith(f"{self.path}/")
+        return is_within(path, self.path)
+
     def _require_as_written(self) -> None:
         for name, crc in self.crcs.items():
             path = self.places.locate(self.group.rank, name)
-            if not os.path.isfile(path):  # on another node
+            if not is_url(path) and not os.path.isfile(path):  # on another node
                 continue
             try:
-                with closing(LocalFile(path)) as file:
+                with Sources() as sources:
+                    file = sources.open(path)
                     found = sum_of(file, 0, file.nbytes)
             except SourceError as error:
                 raise _unreadable(error) from None
@@ -156,8 +163,8 @@ class OutputCheck:
                     file=path,
                     expected=f"CRC-32 {crc:08x}",
                     found=f"{found:08x}",
-                    why="the disk returns other bytes than it was given, or another program writes there",
-                    next_step="check that disk, or choose another DST",
+                    why=f"the {_where(path)} returns other bytes than it was given, or another program writes there",
+                    next_step=f"check that {_where(path)}, or choose another DST",
                     run_again=True,
                     resumable=False,
                 )
@@ -167,7 +174,7 @@ class OutputCheck:
             if self.transformed is None:
                 self._serve()
                 return [], []
-            with self.group.heartbeat(), UnionSources(self.group) as opener, without_collection(), self._blamed():
+            with self.group.heartbeat(), self.open_output() as opener, without_collection(), self._blamed():
                 return _match(self.transformed, self.path, self.options, opener)
 
     def _serve(self) -> None:
@@ -286,9 +293,13 @@ def _unreadable(error: SourceError) -> TargetUnwritableError:
         f"the output cannot be read back: {error.what}",
         file=error.file,
         why=error.why,
-        next_step="check that disk, or choose another DST",
+        next_step=f"check that {_where(error.file or '')}, or choose another DST",
         run_again=True,
     )
+
+
+def _where(path: str) -> str:
+    return "store" if is_url(path) else "disk"
 
 
 def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:

@@ -23,7 +23,7 @@ from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identi
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.linking import check_linked
-from fsdpckpt.converters.output import Publisher, Rename, Request, Spooled
+from fsdpckpt.converters.output import Publisher, Request, publisher_of
 from fsdpckpt.converters.output.division import divide_work, files_in, holders_of
 from fsdpckpt.converters.output.overwrite import explain_why_overwrite_is_refused
 from fsdpckpt.converters.output.places import OutputPlaces
@@ -69,8 +69,7 @@ def convert(
     if group.rank:
         progress = NoProgress()
     peers = cast("list[ProcessIdentity]", group.all_gather_objects(process_identity(), name="processes"))
-    request = Request(group, source, target, options, progress, scope, peers)
-    with Spooled(request) if is_url(target) else Rename(request) as publisher:
+    with publisher_of(Request(group, source, target, options, progress, scope, peers)) as publisher:
         conversion = _Conversion(group, source, publisher, publisher.options, progress, peers)
         report = conversion.run(workers_here)
         return publisher.finish(report, conversion.holders)
@@ -96,6 +95,7 @@ class _Conversion:
     _note: Note | None = None
     _was_complete: bool = False
     _warnings: list[Note] = field(default_factory=list)  # of all ranks: what DST does not need and could not be done
+    _complete: Mapping[str, int] = field(default_factory=dict)  # target files that an earlier run has written
     _manifest: bytes = b""  # fsdpckpt.json as it was written
 
     @property
@@ -118,6 +118,8 @@ class _Conversion:
             with explain_why_overwrite_is_refused(self.target):
                 budget = self._check_request(workers_here)
                 self._read_and_plan()
+                if self._prepared is not None:
+                    budget = self.publisher.budget_for(budget, self._prepared.plan)
                 if not self.options.dry_run:
                     with set_aside():
                         self._write(budget)
@@ -227,10 +229,13 @@ class _Conversion:
             if prepared is not None:
                 identity = functools.cache(functools.partial(self._identity, copies))
                 work = publisher.interrupted(identity)
+                if work.complete:
+                    prepared = replace(prepared, plan=prepared.plan.without(work.complete))
+                    self._complete = work.complete
                 job = divide_work(prepared, places, seen_by, budget, work.windows)
                 self._was_complete = places.places[0].complete and not len(job.claims)
                 self._note = publisher.resume_note(job, work.changed_sources)
-                journaled = joined(list(work.windows.values()))
+                journaled = joined([work.parts, *work.windows.values()])
                 if self._single_rank:
                     return job, identity, journaled
                 message = [pack_job(job), first_record(identity())]
@@ -272,6 +277,7 @@ class _Conversion:
                     journaled=journaled,
                     compare=place.complete,
                     reread=self.options.verify is VerifyLevel.FULL,
+                    make_output=self.publisher.make_output(),
                 )
             except TargetExistsError:
                 error = self.publisher.differs() if self._single_rank else None
@@ -282,7 +288,7 @@ class _Conversion:
             here = places.of_worker(rank)
             written = [] if here is None else files_in(job, here.number)[0]
             self.publisher.require_files([*written, *self._linked])
-        return crcs
+        return {**crcs, **self._complete}
 
     def _drop_columns(self, job: Job) -> Job:
         """Free the memory of literals, write items and copies, which the check does not need."""
@@ -326,6 +332,7 @@ class _Conversion:
             crcs=crcs,
             path=self.publisher.final_path,
             require_unchanged=self._require_unchanged,
+            open_output=self.publisher.output_sources,
         )
         digests = check.run()
         if self.options.verify is VerifyLevel.FULL:

@@ -56,7 +56,8 @@ class Report:
     made; their bytes count neither as read nor as written. ``replaced``: the files of the checkpoint at DST that
     ``--overwrite`` replaced (in a dry run: would replace). ``workers``: the number of processes, each with ``threads``
     threads and ``peak_memory_planned`` bytes. ``loads``: how the framework's user loads DST, "" for a plain target.
-    ``was_complete``: DST was there, and every byte of it is what this conversion would have written.
+    ``was_complete``: DST was there, and every byte of it is what this conversion would have written. ``streamed``: DST
+    is in a store to which its parts were sent as they were assembled: no disk is needed.
     """
 
     source: str
@@ -86,6 +87,7 @@ class Report:
     loads: str = ""
     tensor_bytes: int = 0
     was_complete: bool = False
+    streamed: bool = False
 
     def __repr__(self) -> str:
         """What a notebook shows. ``to_json`` has everything."""
@@ -112,7 +114,7 @@ class Report:
 
     @property
     def disk_needed(self) -> int:
-        return self.bytes_written
+        return 0 if self.streamed else self.bytes_written
 
     @property
     def disk_suffices(self) -> bool | None:

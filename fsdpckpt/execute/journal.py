@@ -19,15 +19,15 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 
 from fsdpckpt.execute.checks import Part
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.storage import FileIdentity, change_between
+from fsdpckpt.storage import ByteTarget, FileIdentity, change_between
 from fsdpckpt.storage.hidden import open_own_file, read_own_file
-from fsdpckpt.storage.local import WritableFile, sync_directory, target_errors
+from fsdpckpt.storage.local import sync_directory, target_errors
 from fsdpckpt.text import plural
 
 Record = dict[str, object]
@@ -266,6 +266,24 @@ def _no_parts() -> Int64Array:
     return _NO_ROWS
 
 
+class Recording(Protocol):
+    """What a run tells of the windows that it writes. ``nbytes``: how many bytes a later run will find."""
+
+    nbytes: int
+
+    def start(self, new_parts: Callable[[], Int64Array]) -> None:
+        """Writing begins. ``new_parts`` returns the parts of source records that were read since its last call."""
+
+    def wrote(self, number: int, file: ByteTarget, part: Part, *, received: bool = False) -> None:
+        """``part`` of target file ``number`` is written. ``received``: some of its bytes came from another worker."""
+
+    def retract(self) -> None:
+        """What was written cannot be trusted."""
+
+    def close(self, *, complete: bool, patience: float | None = None) -> None:
+        """Nothing more is written. ``complete``: everything is. Wait at most ``patience`` seconds."""
+
+
 SYNC_SECONDS = 2.0  # between two syncs: a kill loses at most this much work; shorter runs need no extra sync
 
 
@@ -281,7 +299,7 @@ class Recorder:
         self.nbytes = journaled.nbytes
         self._journal = Journal(path, lambda: first_record(identity()))
         self._begun = bool(len(journaled.windows))
-        self._pending: list[tuple[int, WritableFile, Part, bool]] = []
+        self._pending: list[tuple[int, ByteTarget, Part, bool]] = []
         self._new_parts: Callable[[], Int64Array] = _no_parts
         self._directories: set[str] = set()
         self._lock = threading.Lock()
@@ -298,7 +316,7 @@ class Recorder:
         thread.start()
         self._thread = thread  # not earlier: ``close`` would wait for a thread that a signal kept from starting
 
-    def wrote(self, number: int, file: WritableFile, part: Part, *, received: bool = False) -> None:
+    def wrote(self, number: int, file: ByteTarget, part: Part, *, received: bool = False) -> None:
         """Record that ``part`` of target file ``number`` is written. Raises the error of an earlier sync, if there was
         one.
 
@@ -366,7 +384,7 @@ class Recorder:
         self._begun = True
         self.nbytes += int((table[:, 2] - table[:, 1]).sum())
 
-    def _sync(self, file: WritableFile) -> None:
+    def _sync(self, file: ByteTarget) -> None:
         file.sync()
         directory = os.path.dirname(file.path)
         if directory not in self._directories:  # a file's name must be durable too

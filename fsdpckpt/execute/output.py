@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32
 
 from fsdpckpt import flags
-from fsdpckpt.errors import TargetExistsError
+from fsdpckpt.errors import SourceMissingError, TargetExistsError
 from fsdpckpt.execute.checks import Part, combine, patch_effect
 from fsdpckpt.execute.staged import StagedFile
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.execute.window_sums import WindowSums
 from fsdpckpt.plan import FilePlan
+from fsdpckpt.storage import ByteSource, ByteTarget
 from fsdpckpt.storage.local import WritableFile, target_errors
+from fsdpckpt.storage.object_file import ObjectFile
+from fsdpckpt.storage.remote_store import RemoteStore
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -56,7 +60,7 @@ class Output:
         self._staged = StagedFile(self.plan, self.path)
         self.parts: list[Part] = []
         self._lock = threading.Lock()
-        self._file: WritableFile | None = None
+        self._file: ByteTarget | None = None
         self._deferred: DeferredChecksums | None = None
         self._patched = 0
 
@@ -107,13 +111,13 @@ class Output:
         """Whether an interrupted run has left the file, with its full length."""
         return self.may_exist and os.path.isfile(self.path) and os.path.getsize(self.path) == self.plan.nbytes
 
-    def open(self) -> WritableFile:
+    def open(self) -> ByteTarget:
         with self._lock:
             if self._file is None:
                 self._file = self._create()
             return self._file
 
-    def _create(self) -> WritableFile:
+    def _create(self) -> ByteTarget:
         """Open the file: a new one, another rank's, or the one that an interrupted run left."""
         if not self.creates_file:
             return WritableFile(self.path, self.plan.nbytes, existing=True)
@@ -144,7 +148,7 @@ class Output:
             self._patched ^= patch_effect(values.tobytes(), self.plan.nbytes - begin - len(values))
         file.commit()
 
-    def _patch(self, file: WritableFile, begin: int, values: Bytes, is_patch: npt.NDArray[np.bool_]) -> None:
+    def _patch(self, file: ByteTarget, begin: int, values: Bytes, is_patch: npt.NDArray[np.bool_]) -> None:
         """Write the bytes of ``values`` marked by ``is_patch``, beginning at offset ``begin``."""
         if not is_patch.all():
             existing = _read(file, begin, len(values))
@@ -228,6 +232,13 @@ class TargetChecks:
         self._parts += rows
         self._deferred += deferred
 
+    def take(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, bytes]]]:
+        """``pending`` of the windows taken since the last call."""
+        with self._lock:
+            parts, self._parts = self._parts, []
+            deferred, self._deferred = self._deferred, []
+        return parts, deferred
+
     def patches(self) -> list[tuple[int, bytes]]:
         """What remains to be written after every window: (file offset, 4 bytes)."""
         patches = list(self._deferred)
@@ -263,7 +274,7 @@ def _group_neighbours(
         yield begin, group, is_patch
 
 
-def _read(file: WritableFile, begin: int, nbytes: int) -> Bytes:
+def _read(file: ByteTarget, begin: int, nbytes: int) -> Bytes:
     content = bytearray(nbytes)
     file.read_into(begin, memoryview(content))
     return np.frombuffer(content, np.uint8)
@@ -302,17 +313,115 @@ def target_differs(path: str) -> TargetExistsError:
     )
 
 
+class StreamedOutput(Output):
+    """A target file that is sent to an object store while it is written: nothing of it is on a disk.
+
+    A checksum is written as soon as all of its range is there, and its part of the object is sent then. ``create``
+    makes the object.
+    """
+
+    def __init__(self, create: Callable[[Output], ObjectFile], *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._object = create(self)
+        self._known: list[tuple[int, bytes]] = []  # checksums whose place is not written yet
+        self._parts_of: dict[int, list[Part]] = {}  # of the ranges of which only parts are written
+        self._bytes_of: Counter[int] = Counter()  # how many bytes of each
+        self._settling = threading.Lock()
+
+    def open(self) -> ByteTarget:
+        return self._object
+
+    def window_done(self, part: Part) -> None:
+        begin, nbytes, _ = part
+        with self._settling:
+            self.parts.append(part)
+            self._object.settle(begin, begin + nbytes)
+            self._write_checksums()
+            ready = self._object.ready()
+        for number, data in ready:
+            self._object.send(number, data)
+
+    def _write_checksums(self) -> None:
+        parts, deferred = self.checks.take()
+        table = self.plan.checksums
+        for index, *of_range in parts:
+            offset, nbytes, crc = of_range
+            self._parts_of.setdefault(index, []).append((offset, nbytes, crc))
+            self._bytes_of[index] += nbytes
+            low, high, *stored_at = table[index].tolist()
+            if self._bytes_of[index] == high - low:
+                value = combine(self._parts_of.pop(index)).to_bytes(4, "little")
+                deferred += [(offset, value) for offset in stored_at if offset >= 0]
+        waiting = []
+        for offset, value in (*self._known, *deferred):
+            if self._object.coverage.has(offset, offset + len(value)):
+                self._object.patch(offset, value)
+                self._patched ^= patch_effect(value, self.plan.nbytes - offset - len(value))
+            else:
+                waiting.append((offset, value))
+        self._known = waiting
+
+    def abandon(self) -> None:
+        self._object.close()
+
+
 class ComparedOutput(Output):
     """A target file that exists: nothing is written, and a different byte raises TargetExistsError."""
 
-    def _create(self) -> WritableFile:
+    def _create(self) -> ByteTarget:
         if not os.path.isfile(self.path):
             raise target_differs(self.path)
         return _ExistingFile(self.path, self.plan.nbytes, DeferredChecksums(self.plan))
 
-    def _patch(self, file: WritableFile, begin: int, values: Bytes, is_patch: npt.NDArray[np.bool_]) -> None:
+    def _patch(self, file: ByteTarget, begin: int, values: Bytes, is_patch: npt.NDArray[np.bool_]) -> None:
         if (values != _read(file, begin, len(values)))[is_patch].any():
             raise target_differs(self.path)
+
+
+class ComparedObject(ComparedOutput):
+    """A target file in an object store that exists."""
+
+    def _create(self) -> ByteTarget:
+        try:
+            source = RemoteStore().open(self.path)
+        except SourceMissingError:
+            raise target_differs(self.path) from None
+        if source.nbytes != self.plan.nbytes:
+            raise target_differs(self.path)
+        return _ExistingObject(source, DeferredChecksums(self.plan))
+
+
+class _ExistingObject:
+    """An object that is compared with what would be written to it."""
+
+    def __init__(self, source: ByteSource, deferred: DeferredChecksums) -> None:
+        self.path = source.path
+        self.nbytes = source.nbytes
+        self._source = source
+        self._deferred = deferred
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._source.read_into(offset, buffer)
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        _require_equal(self, self._deferred, offset, data)
+
+    def sync(self) -> None:
+        """Nothing was written."""
+
+    def commit(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _require_equal(file: ByteTarget, deferred: DeferredChecksums, offset: int, data: memoryview | bytes) -> None:
+    existing = memoryview(bytearray(len(data)))
+    file.read_into(offset, existing)
+    deferred.clear(offset, existing)
+    if not np.array_equal(np.frombuffer(existing, np.uint8), np.frombuffer(data, np.uint8)):
+        raise target_differs(file.path)
 
 
 class _ExistingFile(WritableFile):
@@ -331,11 +440,7 @@ class _ExistingFile(WritableFile):
                 raise target_differs(path)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
-        existing = memoryview(bytearray(len(data)))
-        self.read_into(offset, existing)
-        self._deferred.clear(offset, existing)
-        if not np.array_equal(np.frombuffer(existing, np.uint8), np.frombuffer(data, np.uint8)):
-            raise target_differs(self.path)
+        _require_equal(self, self._deferred, offset, data)
 
     def sync(self) -> None:
         """Nothing was written."""

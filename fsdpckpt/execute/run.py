@@ -25,7 +25,7 @@ from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
 from fsdpckpt.execute.checks import SourceCheck, sum_of, unverified_spans
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, Job
-from fsdpckpt.execute.journal import JournaledWindows, Recorder
+from fsdpckpt.execute.journal import JournaledWindows, Recording
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
 from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
@@ -53,11 +53,12 @@ def execute(
     locate: Callable[[str], str],
     threads: int,
     progress: Progress,
-    recorder: Recorder | None,
+    recorder: Recording | None,
     journaled: JournaledWindows,
     compare: bool,
     reread: bool = False,
     apart: frozenset[int] = frozenset(),
+    make_output: Callable[..., Output] | None = None,
 ) -> dict[str, int]:
     """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
 
@@ -66,7 +67,8 @@ def execute(
     ``job.claims`` from them are read back, and kept if they are as the journal says and ``execute.staged`` finds
     nothing against them; ``reread``: they are also compared with the source. ``compare``: the files exist and are
     compared with what would be written; raises TargetExistsError if they differ. ``apart``: the sources of which ranks
-    read copies that only checksums prove to be the same, so that each has to check its own.
+    read copies that only checksums prove to be the same, so that each has to check its own. ``make_output``: makes the
+    target files, with the arguments of ``Output``; they are local files without it.
 
     Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
     and ``threads`` allow. Raises SourceCorruptError if a record does not match its checksum or a file ended early,
@@ -74,6 +76,7 @@ def execute(
     WorkerError, with the error as its ``original``.
     """
     run = _Run(group, job, seen_by, sources, locate, threads, progress, recorder, journaled, compare, reread, apart)
+    run.make_outputs(make_output or (ComparedOutput if compare else Output))
     try:
         claims = run.read_back() if len(job.claims) else job.claims
         progress.begin("compare" if compare else "copy", run.bytes_left())
@@ -102,7 +105,7 @@ class _Run:
     locate: Callable[[str], str]
     threads: int
     progress: Progress
-    recorder: Recorder | None
+    recorder: Recording | None
     journaled: JournaledWindows
     compare: bool
     reread: bool
@@ -116,12 +119,15 @@ class _Run:
         self.reader = SourceReader(job.files, self.sources)
         self.transfers: TransferPlan
         self.exchange: TransferRun | None = None
-        kind = ComparedOutput if self.compare else Output
         self.outputs: dict[int, Output] = {}
+
+    def make_outputs(self, make_output: Callable[..., Output]) -> None:
+        """Make this rank's target files; nothing is written yet."""
+        job = self.job
         for number, segment in enumerate(job.segments):
             if segment.owner == self.group.rank:
                 file = job.plan.files[segment.file]
-                self.outputs[number] = kind(
+                self.outputs[number] = make_output(
                     file,
                     self.locate(file.path),
                     creates_file=segment.begin == 0,

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError
-from fsdpckpt.storage.protocols import UPLOADING, is_url
+from fsdpckpt.storage.protocols import UPLOADING, is_url, remote_identity
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.retry import target_error, with_retries
 from fsdpckpt.storage.target_checks import TargetState
@@ -49,7 +49,7 @@ COPIES = 4  # of a part in memory while it is sent: the stores' packages make co
 MAX_UPLOADS = 8  # at a time: fewer fill the line to a store already
 
 # Later ones name earlier ones: a reader of such a list relies on everything that it names being there.
-_UPLOADED_LAST = (".safetensors.index.json", "units.json", "fsdpckpt.json", ".metadata")
+UPLOADED_LAST = (".safetensors.index.json", "units.json", "fsdpckpt.json", ".metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,12 @@ class RemoteTarget:
         if "" not in sizes:
             self._announce(sizes, upload)
             for name in self.names:
-                if name.endswith(_UPLOADED_LAST):
+                if name.endswith(UPLOADED_LAST):
                     self._delete(name)
 
     def send(self, files: Mapping[str, str], options: UploadOptions) -> None:
         """Step 3, for ``files`` except lists; other processes may upload other files at the same time."""
-        data = [name for name in files if not name.endswith(_UPLOADED_LAST)]
+        data = [name for name in files if not name.endswith(UPLOADED_LAST)]
         small = [name for name in data if os.path.getsize(files[name]) <= PART]
         pool = ThreadPoolExecutor(options.uploads(PART))
         try:
@@ -139,9 +139,9 @@ class RemoteTarget:
         """Steps 4 to 6, after all data is uploaded. ``files``: at least the lists; ``names``: those of all files."""
         directory = "" not in names
         for name in self.names:
-            if name not in names and name != UPLOADING and not (directory and name.endswith(_UPLOADED_LAST)):
+            if name not in names and name != UPLOADING and not (directory and name.endswith(UPLOADED_LAST)):
                 self._delete(name)
-        for ending in _UPLOADED_LAST:
+        for ending in UPLOADED_LAST:
             for name in (name for name in files if name.endswith(ending)):
                 self._put(name, files[name], options)
         if directory:
@@ -150,10 +150,17 @@ class RemoteTarget:
     def _put(self, name: str, path: str, options: UploadOptions) -> None:
         """Upload the file at ``path``, unless it is there already. Raises TargetUnwritableError."""
         nbytes = os.path.getsize(path)
-        if name in self.names and not name.endswith(_UPLOADED_LAST) and options.is_uploaded(name, self._info(name)):
+        if name in self.names and not name.endswith(UPLOADED_LAST) and options.is_uploaded(name, self._info(name)):
             options.advance(nbytes)
             return
         self._upload(name, path, nbytes, options)
+        info = self._require_length(name, nbytes)
+        if options.check is not None:
+            options.check(self._url(name), path)
+        options.on_uploaded(name, info)
+
+    def _require_length(self, name: str, nbytes: int) -> dict[str, Any]:
+        """The store's description of the object ``name``. Raises TargetUnwritableError unless it is ``nbytes`` long."""
         info = self._info(name)
         if info.get("size") != nbytes:
             raise TargetUnwritableError(
@@ -163,9 +170,7 @@ class RemoteTarget:
                 found=bytes_text(info["size"]) if isinstance(info.get("size"), int) else "an object of unknown length",
                 next_step="run the command again",
             )
-        if options.check is not None:
-            options.check(self._url(name), path)
-        options.on_uploaded(name, info)
+        return info
 
     def _info(self, name: str) -> dict[str, Any]:
         """The store's description of the object ``name`` now."""
@@ -178,7 +183,7 @@ class RemoteTarget:
         """Upload a file. Raises TargetUnwritableError; then nothing is visible."""
         part = max(PART, -(-nbytes // MAX_PARTS))
         package = type(self.filesystem).__module__.partition(".")[0]
-        if nbytes > part and package == "s3fs":
+        if nbytes > part and self.takes_parts:
             self._in_parts(name, path, part, options)
         elif nbytes > part and package == "adlfs":
             self._in_blocks(name, path, part, options)
@@ -215,23 +220,53 @@ class RemoteTarget:
             self.filesystem.rm_file(target)
 
     def _in_parts(self, name: str, path: str, part: int, options: UploadOptions) -> None:
-        """For S3: parts are invisible until the upload is completed."""
-        call = partial(self._s3, self._url(name), Key=self.filesystem.split_path(self._path(name))[1])
-        upload = call("create_multipart_upload", "beginning the upload")["UploadId"]
-
-        def send(number: int, data: bytes) -> dict[str, object]:
-            action = f"uploading part {number + 1}"
-            answer = call("upload_part", action, UploadId=upload, PartNumber=number + 1, Body=data)
-            return {"PartNumber": number + 1, "ETag": answer["ETag"]}
-
+        parts = self.in_parts(name)
         try:
-            parts = _in_parallel(path, part, send, options)
-            call("complete_multipart_upload", "ending the upload", UploadId=upload, MultipartUpload={"Parts": parts})
+            _in_parallel(path, part, parts.send, options)
+            parts.complete()
         except BaseException:
-            with suppress(TargetUnwritableError):  # the next run aborts it, and the cause is what matters
-                call("abort_multipart_upload", "removing the parts of a failed upload", UploadId=upload)
+            parts.abort()
             raise
-        self._forget_listing(self._path(name))
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether an object can be sent in parts, in any order, and appears when it is complete."""
+        return takes_parts(self.filesystem)
+
+    def in_parts(self, name: str) -> PartsUpload:
+        """Begin to send the object ``name`` in parts."""
+        call = partial(self._s3, self._url(name), Key=self.filesystem.split_path(self._path(name))[1])
+        return PartsUpload(call, lambda: self._forget_listing(self._path(name)))
+
+    def put(self, name: str, data: bytes | bytearray) -> None:
+        """Make ``data`` the object ``name``, in one request."""
+        path = self._path(name)
+        _request(lambda: self.filesystem.pipe_file(path, bytes(data)), url=self._url(name), action="uploading it")
+        self._forget_listing(path)
+
+    def tag_of(self, name: str, nbytes: int) -> str:
+        """What the store says of the object ``name`` that was sent. Raises TargetUnwritableError if it is not
+        ``nbytes`` long.
+        """
+        return remote_identity(name, self._require_length(name, nbytes)).tag
+
+    def move(self, name: str, to: str) -> None:
+        """Give an object another name, inside the store: ``to`` appears, or is replaced, at once."""
+        source, target = self._path(name), self._path(to)
+        _request(lambda: self.filesystem.cp_file(source, target), url=self._url(to), action="moving it into place")
+        self._forget_listing(target)
+        self._delete(name)
+
+    def delete(self, name: str) -> None:
+        self._delete(name)
+
+    def withdraw(self) -> None:
+        """Undo ``begin``: nothing is uploaded here."""
+        self._delete(UPLOADING)
+
+    def abort_parts(self, name: str) -> None:
+        """Remove the invisible parts that killed uploads of the object ``name`` left behind."""
+        self._abort(self.filesystem.split_path(self._path(name))[1], below=False)
 
     def _in_blocks(self, name: str, path: str, part: int, options: UploadOptions) -> None:
         """For Azure: blocks are invisible until they are committed; Azure deletes uncommitted ones after a week.
@@ -267,12 +302,13 @@ class RemoteTarget:
 
     def _abort_leftovers(self) -> None:
         """Remove the invisible parts that killed uploads to here left behind."""
-        if not type(self.filesystem).__module__.startswith("s3fs"):
-            return
-        key = self.filesystem.split_path(self.root)[1]
+        if self.takes_parts:
+            self._abort(self.filesystem.split_path(self.root)[1], below=True)
+
+    def _abort(self, key: str, *, below: bool) -> None:
         call = partial(self._s3, self.url, action="removing the parts of an interrupted upload")
         for upload in call("list_multipart_uploads", Prefix=key).get("Uploads", ()):
-            if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
+            if upload["Key"] == key or (below and upload["Key"].startswith(f"{key}/")):
                 call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
 
     def _announce(self, sizes: Mapping[str, int], upload: str) -> None:
@@ -299,6 +335,41 @@ class RemoteTarget:
 
     def _url(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
+
+
+class PartsUpload:
+    """An object of S3 that is sent in parts, which are invisible until ``complete``. Thread-safe.
+
+    ``call(method, action, **options)`` asks the store about this object.
+    """
+
+    def __init__(self, call: Callable[..., Any], completed: Callable[[], None]) -> None:
+        self._call = call
+        self._completed = completed
+        self._upload = call("create_multipart_upload", "beginning the upload")["UploadId"]
+        self._parts: dict[int, str] = {}
+
+    def send(self, number: int, data: bytes | bytearray) -> None:
+        """Send part ``number``, counted from 0."""
+        action = f"uploading part {number + 1}"
+        answer = self._call("upload_part", action, UploadId=self._upload, PartNumber=number + 1, Body=data)
+        self._parts[number] = answer["ETag"]
+
+    def complete(self) -> None:
+        """Make the object of all parts that were sent."""
+        parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self._parts.items())]
+        upload = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
+        self._call("complete_multipart_upload", "ending the upload", **upload)
+        self._completed()
+
+    def abort(self) -> None:
+        with suppress(TargetUnwritableError):  # the next run aborts it, and the cause is what matters
+            self._call("abort_multipart_upload", "removing the parts of a failed upload", UploadId=self._upload)
+
+
+def takes_parts(filesystem: Any) -> bool:
+    """Whether objects can be sent in parts, in any order, without being seen before they are complete."""
+    return type(filesystem).__module__.partition(".")[0] == "s3fs"
 
 
 def open_target(url: str, source: str, *, state: TargetState) -> RemoteTarget:
@@ -398,18 +469,19 @@ def _in_parallel(path: str, part: int, send: Callable[[int, bytes], T], options:
     """
     stop = threading.Event()
 
-    def send_part(number: int) -> T | None:
-        if stop.is_set():
-            return None
+    def send_part(number: int) -> T:
         data = _slice(path, number * part, part)
         answer = send(number, data)
         options.advance(len(data))
         return answer
 
+    def send_unless_stopped(number: int) -> list[T]:
+        return [] if stop.is_set() else [send_part(number)]
+
     with ThreadPoolExecutor(options.uploads(part)) as pool:
         try:
-            futures = [pool.submit(send_part, number) for number in range(-(-os.path.getsize(path) // part))]
-            return [answer for future in futures if (answer := future.result()) is not None]
+            futures = [pool.submit(send_unless_stopped, number) for number in range(-(-os.path.getsize(path) // part))]
+            return [answer for future in futures for answer in future.result()]
         finally:  # also after a signal: leaving the pool waits for its threads
             stop.set()
 

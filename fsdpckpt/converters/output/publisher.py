@@ -1,13 +1,14 @@
 """What every way to write and publish an output does, and what one run asks of it.
 
 A conversion calls these methods in this order, on all ranks. ``Rename`` writes beside DST and renames; ``Spooled``
-writes to a local disk in the same way and uploads the result to an object store.
+writes to a local disk in the same way and uploads the result; ``Streamed`` sends parts of the target files to a store
+as they are assembled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self, TypeAlias
 
 from fsdpckpt.comm.liveness import ProcessIdentity
@@ -17,10 +18,12 @@ from fsdpckpt.converters.output.places import OutputPlaces
 from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.report import PlannedFile, Report
 from fsdpckpt.execute.job import Budget, Job
-from fsdpckpt.execute.journal import JournaledWindows, Recorder, RunIdentity
+from fsdpckpt.execute.journal import JournaledWindows, Recording, RunIdentity
+from fsdpckpt.execute.output import Output
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.options import ConvertOptions, OutputScope
+from fsdpckpt.plan import Plan
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage.sources import Sources
 
@@ -45,10 +48,15 @@ class Request:
 class InterruptedWork:
     """What an interrupted run has written, by number of the place, and how the sources of one that cannot be resumed
     have changed.
+
+    ``complete``: the target files of which nothing is to be written again, each with its CRC-32. ``parts``: what was
+    read for them, as in ``JournaledWindows``.
     """
 
     windows: Mapping[int, JournaledWindows]
     changed_sources: Sequence[str]
+    complete: Mapping[str, int] = field(default_factory=dict)
+    parts: JournaledWindows = field(default_factory=JournaledWindows)
 
 
 class Publisher(Protocol):
@@ -61,7 +69,7 @@ class Publisher(Protocol):
     target: str
     options: ConvertOptions
     warnings: list[Note]
-    recorder: Recorder | None
+    recorder: Recording | None
 
     def __enter__(self) -> Self: ...
 
@@ -90,6 +98,15 @@ class Publisher(Protocol):
 
     def resume_note(self, job: Job, changed_sources: Sequence[str]) -> Note | None:
         """The note on what an interrupted run left, on rank 0."""
+
+    def budget_for(self, budget: Budget, plan: Plan) -> Budget:
+        """What is left of ``budget`` for copying ``plan``. Raises UsageError if it is not enough."""
+
+    def make_output(self) -> Callable[..., Output]:
+        """What makes the target files of this rank, with the arguments of ``Output``."""
+
+    def output_sources(self) -> Sources:
+        """What the check opens the output with, on rank 0."""
 
     def prepare(
         self, job: Job, identity: Callable[[], RunIdentity], journaled: JournaledWindows, *, links: int

@@ -31,14 +31,15 @@ from fsdpckpt.converters.output.resume import (
 )
 from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.report import PlannedFile, Report, existing_manifest, put_manifest, replaced_files
+from fsdpckpt.converters.union_sources import UnionSources
 from fsdpckpt.errors import FsdpckptError, TargetExistsError
 from fsdpckpt.execute.job import Budget, Job
-from fsdpckpt.execute.journal import JournaledWindows, Record, Recorder, RunIdentity, read_records
-from fsdpckpt.execute.output import target_differs
+from fsdpckpt.execute.journal import JournaledWindows, Record, Recorder, Recording, RunIdentity, read_records
+from fsdpckpt.execute.output import ComparedOutput, Output, target_differs
 from fsdpckpt.ir.checkpoint import Note, NoteKind, SourceFile
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.options import OutputScope
-from fsdpckpt.plan import make_plan
+from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.hidden import Lock, journal_path, journal_paths, lock_as_writer
 from fsdpckpt.storage.sources import Sources
@@ -63,7 +64,7 @@ class Rename:
         self.options = request.options
         self.scope = request.scope
         self.warnings: list[Note] = []
-        self.recorder: Recorder | None = None
+        self.recorder: Recording | None = None
         self._unused_staging = request.options.staging is not None
         self._state = TargetState.ABSENT
         self._restored = False
@@ -159,6 +160,15 @@ class Rename:
     ) -> Note | None:
         """``anew``: whether a run that starts from the beginning is worth a note."""
         return resume_note(job, self.target, interrupted, self.options, changed_sources, anew=anew)
+
+    def budget_for(self, budget: Budget, plan: Plan) -> Budget:
+        return budget
+
+    def make_output(self) -> Callable[..., Output]:
+        return ComparedOutput if self._places.seen_from(self.group.rank).complete else Output
+
+    def output_sources(self) -> Sources:
+        return UnionSources(self.group)
 
     def prepare(
         self, job: Job, identity: Callable[[], RunIdentity], journaled: JournaledWindows, *, links: int

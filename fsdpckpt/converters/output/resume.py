@@ -110,13 +110,13 @@ def journaled_windows(
             changed_sources += changes
             continue
         for before, _ in runs:
-            _require_same_run(before, identity(), f"{place.root} holds {size_text(journaled.nbytes)}")
+            require_same_run(before, identity(), f"{place.root} holds {size_text(journaled.nbytes)}")
         if 0 < journaled.longest <= options.max_memory:
             windows[place.number] = journaled
     return windows, changed_sources
 
 
-def _require_same_run(before: RunIdentity, now: RunIdentity, content: str) -> None:
+def require_same_run(before: RunIdentity, now: RunIdentity, content: str) -> None:
     """Raises the error for the first difference. ``content``: what the directory holds, the start of a sentence."""
     if changes := before.source_changes(now):
         raise SourceError(

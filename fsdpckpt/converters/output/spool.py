@@ -18,7 +18,7 @@ from fsdpckpt import flags
 from fsdpckpt.converters.output.places import read_text
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage import remote_identity
-from fsdpckpt.storage.hidden import Lock, lock_path, open_own_file, read_own_file, write_own_file
+from fsdpckpt.storage.hidden import JOURNAL, Lock, lock_path, open_own_file, read_own_file, write_own_file
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.target_checks import existing_and_missing
 
@@ -45,6 +45,11 @@ class Spool:
         root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
         return cls(root, os.path.join(root, _OUTPUT, url.rpartition("/")[2]))
 
+    @property
+    def journal(self) -> str:
+        """The journal of an upload that is not staged: which objects are complete."""
+        return os.path.join(self.root, JOURNAL)
+
     @contextlib.contextmanager
     def locked(self, *, resume: bool) -> Iterator[str]:
         """Lock the directory against other runs on this machine. The value names the upload; a new one unless
@@ -57,7 +62,7 @@ class Spool:
             lock = self._lock()
         try:
             with target_errors(self.root):
-                if not resume or not os.path.lexists(self.path):
+                if not resume or not (os.path.lexists(self.path) or os.path.lexists(self.journal)):
                     self._clear()
                 upload = self.upload() or self._begin()
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
@@ -135,7 +140,7 @@ class Spool:
 
     def _clear(self) -> None:
         """Delete what earlier runs converted and sent. A conversion clears what it has staged itself."""
-        for path in (os.path.join(self.root, _UPLOAD), *self._notes()):
+        for path in (os.path.join(self.root, _UPLOAD), self.journal, *self._notes()):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         if os.path.isdir(self.path):

@@ -8,9 +8,15 @@ __all__ = ["StoppedUpload"]
 
 
 class StoppedUpload(NoProgress):
+    """``stage``: "upload" of what was staged, "copy" where parts are sent while they are assembled."""
+
+    def __init__(self, stopped: str = "upload") -> None:
+        self.stopped = stopped
+        self.stage = ""
+
     def begin(self, stage: str, total: int) -> None:
         self.stage = stage
 
     def advance(self, nbytes: int) -> None:
-        if self.stage == "upload":
+        if self.stage == self.stopped:
             raise KeyboardInterrupt

@@ -1,0 +1,161 @@
+"""An object in a store that is written at positions, like a file, and sent in parts as they fill.
+
+A part is held in memory until all of its bytes are there, and until every byte elsewhere that decides one of its own is
+there too: a zip file has the checksum of a record before the record. Windows of a file are written nearly in order, so
+that few parts are held at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+
+import numpy as np
+
+from fsdpckpt.errors import InternalError
+from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.storage.upload import PartsUpload, RemoteTarget
+
+
+class Coverage:
+    """Which bytes of a file are there: disjoint ranges, in order."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> None:
+        low, high = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        if low < high:  # it touches these ranges: they become one
+            begin, end = min(begin, self._begins[low]), max(end, self._ends[high - 1])
+        self._begins[low:high], self._ends[low:high] = [begin], [end]
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether every byte from ``begin`` to ``end`` is there."""
+        if begin >= end:
+            return True
+        index = bisect_right(self._begins, begin) - 1
+        return index >= 0 and self._ends[index] >= end
+
+
+def needs_of_parts(nbytes: int, part: int, checksums: Int64Array) -> Int64Array:
+    """The range of the file that has to be there before each part may be sent: (part, 2), begin and end.
+
+    ``checksums``: as in ``FilePlan``: the range that each covers, and the offsets where it is stored, -1 for none.
+    """
+    begins = np.arange(0, max(nbytes, 1), part, dtype=np.int64)
+    needs = np.stack([begins, np.minimum(begins + part, nbytes)], axis=1)
+    rows = checksums[checksums[:, 0] < checksums[:, 1]]
+    for column in range(2, rows.shape[1]):
+        stored = rows[rows[:, column] >= 0]
+        for at in (stored[:, column], stored[:, column] + 3):  # it may lie in two parts
+            np.minimum.at(needs[:, 0], at // part, stored[:, 0])
+            np.maximum.at(needs[:, 1], at // part, stored[:, 1])
+    return needs
+
+
+class ObjectFile:
+    """A ``ByteTarget`` for the object ``name`` of ``remote``, of ``nbytes`` bytes, sent in parts of ``part`` bytes.
+
+    ``settle(begin, end)`` says that a range is written for good, apart from bytes that ``patch`` changes while their
+    part is held. ``completed``: called once the object is complete. Nothing is visible before.
+    """
+
+    def __init__(
+        self, remote: RemoteTarget, name: str, nbytes: int, *, part: int, checksums: Int64Array,
+        completed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.path = f"{remote.url}/{name}" if name else remote.url
+        self.nbytes = nbytes
+        self.coverage = Coverage()
+        self._remote = remote
+        self._name = name
+        self._part = part
+        self._completed = completed
+        self._needs = needs_of_parts(nbytes, part, checksums)
+        self._held: dict[int, bytearray] = {}
+        self._left = len(self._needs)  # parts that were not sent
+        self._parts: PartsUpload | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._left
+
+    def write(self, offset: int, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            number, at = divmod(offset + done, self._part)
+            buffer = self._buffer(number)
+            count = min(len(view) - done, len(buffer) - at)
+            buffer[at : at + count] = view[done : done + count]
+            done += count
+
+    def patch(self, offset: int, data: bytes) -> None:
+        """Change bytes that were written. Raises InternalError if their part was sent."""
+        for number in {offset // self._part, (offset + len(data) - 1) // self._part}:
+            if number not in self._held:
+                raise InternalError(f"{self.path}: part {number + 1} was sent before it was complete")
+        self.write(offset, data)
+
+    def _buffer(self, number: int) -> bytearray:
+        with self._lock:
+            if number not in self._held:
+                self._held[number] = bytearray(min(self._part, self.nbytes - number * self._part))
+            return self._held[number]
+
+    def settle(self, begin: int, end: int) -> None:
+        self.coverage.add(begin, end)
+
+    def ready(self) -> list[tuple[int, bytearray]]:
+        """The parts that may be sent, which are no longer held."""
+        with self._lock:
+            if not self.nbytes:
+                return [(0, bytearray())]
+            numbers = [number for number in self._held if self.coverage.has(*self._needs[number].tolist())]
+            return [(number, self._held.pop(number)) for number in numbers]
+
+    def send(self, number: int, data: bytearray) -> None:
+        """Send one part. The last one completes the object."""
+        if len(self._needs) == 1:
+            self._remote.put(self._name, data)
+        else:
+            self._upload().send(number, data)
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            if self._parts is not None:
+                self._parts.complete()
+            self._completed()
+
+    def _upload(self) -> PartsUpload:
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._remote.in_parts(self._name)
+            return self._parts
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Only of parts that are held: what was sent cannot be read before the object is complete."""
+        done = 0
+        while done < len(buffer):
+            number, at = divmod(offset + done, self._part)
+            data = self._held[number][at : at + len(buffer) - done]
+            buffer[done : done + len(data)] = data
+            done += len(data)
+
+    def sync(self) -> None:
+        """Nothing of an object is durable before all of it is."""
+
+    def commit(self) -> None:
+        if self._left:
+            raise InternalError(f"{self.path}: {self._left} parts were not sent")
+
+    def close(self) -> None:
+        """Without a ``commit``, remove the parts that were sent. May be called twice."""
+        if self._parts is not None and self._left and not self._closed:
+            self._closed = True
+            self._parts.abort()

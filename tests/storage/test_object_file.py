@@ -1,0 +1,120 @@
+"""A part of an object is sent once its bytes, and all that they depend on, are there."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from fsdpckpt.errors import InternalError
+from fsdpckpt.storage.object_file import Coverage, ObjectFile, needs_of_parts
+
+NO_CHECKSUMS = np.zeros((0, 3), np.int64)
+
+
+class Store:
+    """What ``ObjectFile`` asks of a ``RemoteTarget``: ``objects`` that are complete, ``aborted`` uploads."""
+
+    url = "s3://runs"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.sent: list[int] = []
+        self.aborted = 0
+
+    def put(self, name: str, data: bytearray) -> None:
+        self.objects[name] = bytes(data)
+
+    def in_parts(self, name: str) -> Parts:
+        return Parts(self, name)
+
+
+class Parts:
+    def __init__(self, store: Store, name: str) -> None:
+        self.store, self.name = store, name
+        self.parts: dict[int, bytes] = {}
+
+    def send(self, number: int, data: bytearray) -> None:
+        self.store.sent.append(number)
+        self.parts[number] = bytes(data)
+
+    def complete(self) -> None:
+        self.store.objects[self.name] = b"".join(self.parts[number] for number in sorted(self.parts))
+
+    def abort(self) -> None:
+        self.store.aborted += 1
+
+
+def object_file(store: Store, nbytes: int, checksums: np.ndarray = NO_CHECKSUMS) -> ObjectFile:
+    return ObjectFile(store, "x", nbytes, part=10, checksums=checksums, completed=lambda: None)  # type: ignore[arg-type]
+
+
+def write(file: ObjectFile, begin: int, data: bytes) -> None:
+    file.write(begin, data)
+    file.settle(begin, begin + len(data))
+    for part in file.ready():
+        file.send(*part)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranges_written_in_any_order_cover_what_they_cover(seed: int) -> None:
+    rng = random.Random(seed)
+    coverage, there = Coverage(), set()
+    for _ in range(60):
+        begin = rng.randrange(200)
+        end = begin + rng.randrange(1, 9)
+        coverage.add(begin, end)
+        there.update(range(begin, end))
+        low = rng.randrange(200)
+        high = low + rng.randrange(12)
+        assert coverage.has(low, high) == there.issuperset(range(low, high))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 9, 10, 11, 20, 47])
+def test_windows_in_any_order_make_the_object_with_its_last_byte(nbytes: int) -> None:
+    rng = random.Random(nbytes)
+    data = rng.randbytes(nbytes)
+    cuts = sorted({0, nbytes, *(rng.randrange(nbytes + 1) for _ in range(7))})
+    windows = list(pairwise(cuts)) or [(0, 0)]
+    rng.shuffle(windows)
+    store = Store()
+    file = object_file(store, nbytes)
+    for begin, end in windows:
+        assert store.objects == {}
+        write(file, begin, data[begin:end])
+    assert store.objects == {"x": data}
+    file.commit()
+
+
+def test_a_part_waits_for_a_checksum_of_bytes_in_later_parts() -> None:
+    """The checksum of [12, 35) is stored at 8, in parts 0 and 1; that of [40, 44) at 36, in part 3."""
+    table = np.array([[12, 35, 8], [40, 44, 36], [50, 50, 0]], np.int64)
+    assert needs_of_parts(50, 10, table).tolist() == [[0, 35], [10, 35], [20, 30], [30, 44], [40, 50]]
+    store = Store()
+    file = object_file(store, 50, table)
+    sent = []
+    for begin in range(0, 50, 5):
+        file.write(begin, bytes(5))
+        file.settle(begin, begin + 5)
+        if begin == 30:
+            file.patch(8, b"abcd")
+        for part in file.ready():
+            file.send(*part)
+        sent.append(sorted(store.sent))
+    assert sent == [[], [], [], [], [], [2], [0, 1, 2], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert store.objects["x"] == bytes(8) + b"abcd" + bytes(38)
+    with pytest.raises(InternalError, match="was sent before"):
+        file.patch(8, b"late")
+
+
+def test_an_object_that_is_given_up_leaves_no_parts() -> None:
+    store = Store()
+    file = object_file(store, 25)
+    write(file, 0, bytes(12))
+    with pytest.raises(InternalError, match="were not sent"):
+        file.commit()
+    file.close()
+    file.close()
+    assert (store.aborted, store.objects) == (1, {})
