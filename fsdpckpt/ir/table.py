@@ -122,6 +122,28 @@ class Table:
             groups.append(replace(group, members=listed))
         return replace(self, optimizer=replace(self.optimizer, groups=tuple(groups)), words=tuple(words_of))
 
+    def moved(self, became: Mapping[RowNumber, RowNumber]) -> Table:
+        """The table with the members of rows tied to others, those of other names of the same parameters. A group that
+        was in the order of the model is again.
+        """
+        optim = self.optimizer
+        if optim is None or not became:
+            return self
+        rows = tuple(None if row is None else became.get(row, row) for row in self.rows)
+        words = []
+        for of_group in self.words:
+            moved = (replace(word, row=became.get(word.row, word.row)) for word in of_group or ())
+            words.append(None if of_group is None else tuple(moved))
+        members = []
+        for group in optim.groups or ():
+            if group.members is None:
+                continue
+            places = {member: row for member in group.members if (row := rows[member]) is not None}
+            before = [row for member in group.members if (row := self.rows[member]) is not None]
+            in_order = len(places) == len(group.members) and before == sorted(before)
+            members.append(sorted(group.members, key=places.__getitem__) if in_order else group.members)
+        return replace(self, rows=rows, words=tuple(words)).reordered(members)
+
     def without(self, dropped: Collection[RowNumber]) -> Table:
         """The table without the rows ``dropped``, and the optimizer without their members. Rows keep their numbers."""
         parameters = self.parameters.emptied(dropped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -16,6 +16,7 @@ from fsdpckpt.globs import matches, printed
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, NamedTensor, Note, Section
 from fsdpckpt.ir.names import WRAPPERS, RowNames, respelled
+from fsdpckpt.ir.parameters import RowNumber
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.table import Table, names_of
 from fsdpckpt.ir.values import with_tensors
@@ -190,22 +191,35 @@ def keep_keys(
     *,
     include: Sequence[str],
     exclude: Sequence[str],
+    shared: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
     """Keep the parameters that match a glob of ``include`` (all if empty) and none of ``exclude``.
 
-    Selects in the model and in the optimizer, which is keyed by name. ``names_of_each``: for each parameter all names
-    that globs may match. Raises NoKeyMatchesError if none is left.
+    Selects in the model and in the optimizer, which is keyed by name. A shared parameter stays under the names that are
+    kept, with its states. ``names_of_each``: for each parameter all names that globs may match. ``shared``: (later
+    name, first name) of shared parameters whose later names the checkpoint may lack. Raises NoKeyMatchesError if none
+    is left.
     """
     kept = {name: name for name, names in names_of_each.items() if is_selected(names, include=include, exclude=exclude)}
+    for later, first in shared:
+        left_out = first in names_of_each and first not in kept and later not in names_of_each
+        if left_out and is_selected((later,), include=include, exclude=exclude):
+            kept.setdefault(first, later)
     if not kept:
         raise none_left(checkpoint.source, len(names_of_each))
-    dropped = [name for name in names_of_each if name not in kept]
+    dropped = [name for name in names_of_each if kept.get(name) != name]
     if not dropped:
         return checkpoint
     count = f"{len(dropped):,} of {plural(len(names_of_each), 'key')}"
     message = f"{flags.include}/{flags.exclude}: {count} left out: {some_of(dropped, KEYS_IN_MESSAGE)}"
-    note = Note("dropped", message, keys=tuple(dropped))
-    return _with_names(checkpoint, kept, note)
+    table = Table.of(checkpoint)
+    rows = table.parameters.rows
+    became = _other_names(table, {row for row, each in enumerate(rows) if each.name not in kept})
+    stay = [(rows[old].name, rows[new].name) for old, new in became.items()]
+    stay += [(old, new) for old, new in kept.items() if old != new]
+    tied = [Note("tied", f"{old} is left out; the parameter stays as {new}, with its states", old) for old, new in stay]
+    selected = _with_names(checkpoint, kept, Note("dropped", message, keys=tuple(dropped)), table.moved(became))
+    return selected.noted(*tied)
 
 
 def none_left(source: str, keys: int) -> NoKeyMatchesError:
@@ -375,9 +389,23 @@ def _refuse_collisions(names: Mapping[str, str]) -> None:
             raise UsageError(message, key=source, next_step=f"give other {flags.rename} or prefix options")
 
 
-def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note) -> Checkpoint:
-    """Keep the parameters of ``names`` (old to new) under their new names, in the model and in the optimizer."""
-    table = Table.of(checkpoint)
+def _other_names(table: Table, dropped: Collection[RowNumber]) -> dict[RowNumber, RowNumber]:
+    """For each of the ``dropped`` rows that an optimizer has, the row of another name of its parameter that stays."""
+    trained = set(table.rows)
+    became: dict[RowNumber, RowNumber] = {}
+    for shared in table.parameters.sharing():
+        staying = [row for row in shared if row not in dropped]
+        if staying and trained.isdisjoint(staying):
+            became.update({row: staying[0] for row in shared if row in dropped and row in trained})
+    return became
+
+
+def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note, table: Table | None = None) -> Checkpoint:
+    """Keep the parameters of ``names`` (old to new) under their new names, in the model and in the optimizer.
+
+    ``table``: of ``checkpoint``.
+    """
+    table = table or Table.of(checkpoint)
     dropped = {row for row, name in enumerate(table.names()) if name not in names}
     # A number among names is an entry that the user added: it stays a number.
     changed = (table.without(dropped) if dropped else table).renamed(names).written(checkpoint)

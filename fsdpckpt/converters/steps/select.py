@@ -37,13 +37,25 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
         find_unmatched_globs(names_of_each, options.include, options.exclude, checkpoint.source)
     )
     try:
-        selected = keep_keys(checkpoint, names_of_each, include=options.include, exclude=options.exclude)
+        selected = keep_keys(
+            checkpoint, names_of_each, include=options.include, exclude=options.exclude, shared=_shared_in_units(draft)
+        )
     except NoKeyMatchesError:
         if draft.one_of_several:
             return replace(draft, left_out=True)
         raise
     changed = _with_changes(draft, selected, options)
     return changed if changed.changes is None else _with_units(changed, changed.changes.selection())
+
+
+def _shared_in_units(draft: Draft) -> tuple[tuple[str, str], ...]:
+    """The shared parameters that units tell of; the model section shows its own."""
+    known = (
+        draft.source_units.units if draft.source_units is not None else None,
+        draft.checkpoint.units,
+        draft.id_units,
+    )
+    return next((units.shared for units in known if units is not None), ())
 
 
 def _names_in_globs(draft: Draft) -> dict[str, tuple[str, ...]]:
