@@ -43,67 +43,130 @@ from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
 
 def adapt(draft: Draft, decision: Decision) -> Draft:
     """Reduce the checkpoint to the sections, extras and side files that the target's framework has a place for."""
-    flavor, form = decision.flavor, decision.form
-    if flavor is None or form is None:
+    if decision.flavor is None or decision.form is None:
         return draft
-    copied, ranks, sources = decision.side_files, decision.world_size, draft.sources
-    everything = decision.options.only is None
-    checkpoint = _with_files(draft.checkpoint, copied)
-    if everything:
-        checkpoint = _place_named(checkpoint, flavor, form)
-    if checkpoint.optim is not None and form.optim is None:
-        note = Note("not-carried", f"optimizer state not written: flavor {flavor.name} has no place for it")
-        checkpoint = replace(checkpoint, optim=None).noted(note)
-    about_schedule: list[Note] = []
-    lacking = list(copied.lacking)
-    if everything and checkpoint.has(Section.OPTIM):
-        moved = {flavor.schedule_file} if decision.moves_schedule else set[str]()
-        lacking += missing_file_warnings("the target", flavor, copied.names | moved)
-    if form.extra is None or decision.moves_schedule:
-        checkpoint, about_schedule = _with_schedule_alone(checkpoint, decision, flavor, sources)
-    else:
-        checkpoint = _with_placed_extras(checkpoint, flavor, form, form.extra, copied)
-    has_both = checkpoint.has(Section.MODEL) and checkpoint.has(Section.OPTIM)
-    if not has_both:
-        why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
-        checkpoint = _without_extras(checkpoint, _extras_implying_both(checkpoint, flavor, form), why)
-    checkpoint = checkpoint.noted(*copied.notes, *about_schedule).lacks(*lacking)
-    if everything and form.optim is not None and not checkpoint.has(Section.OPTIM):
-        message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
-        checkpoint = checkpoint.noted(Note("resumption", message, warning=True))
-    if has_both and ranks is not None and form.optim is not None:
-        names = names_beside(checkpoint, sources)
-        changes = changes_with_ranks(flavor, copied.files, ranks_that_saved(checkpoint, names), ranks)
-        changed = [Note("resumption", change, warning=True) for change in changes]
-        checkpoint = checkpoint.noted(*changed)
-    if everything and (has_both or not _extras_imply_both(flavor, form)):
-        checkpoint = _adapt_extras(checkpoint, flavor, form, sources)
-    checkpoint = _with_rank_facts(checkpoint, form, ranks)
-    if everything and has_both:
-        checkpoint = _with_resumption(checkpoint, flavor, ranks or checkpoint.world_size)
-    return replace(draft, checkpoint=checkpoint, side_files=copied.files)
+    for part in _PARTS:
+        draft = part(draft, decision, decision.flavor, decision.form)
+    return draft
 
 
-def _with_files(checkpoint: Checkpoint, copied: SideFiles) -> Checkpoint:
-    """``checkpoint`` with the files of ``copied``, which lists anew what of those beside the source is not carried."""
+def _take_files(draft: Draft, decision: Decision, _: Flavor, __: Form) -> Draft:
+    """Take the files that are copied; they list anew what of those beside the source is left out."""
+    checkpoint, copied = draft.checkpoint, decision.side_files
     below = f"{checkpoint.origin.directory.rstrip('/')}/"
     left_out = tuple(each for each in checkpoint.origin.left_out if _is_left_out(each, below, copied))
     origin = replace(checkpoint.origin, left_out=left_out)
-    return replace(checkpoint, files=(*checkpoint.files, *copied.sources), origin=origin)
+    with_files = replace(checkpoint, files=(*checkpoint.files, *copied.sources), origin=origin)
+    return replace(draft, checkpoint=with_files, side_files=copied.files)
 
 
-def _with_schedule_alone(
-    checkpoint: Checkpoint, decision: Decision, flavor: Flavor, sources: Sources
-) -> tuple[Checkpoint, list[Note]]:
-    """``checkpoint`` with the LR scheduler as its only extra, if that has a place; and the notes on it."""
+def _place_sections(draft: Draft, decision: Decision, flavor: Flavor, form: Form) -> Draft:
+    """Put named sections where the framework looks for them, and leave out those that it has no place for."""
+    everything = decision.options.only is None
+    named = _place_named(draft.checkpoint, flavor, form) if everything else draft.checkpoint
+    if named.optim is None or form.optim is not None:
+        return draft.with_checkpoint(named)
+    note = Note("not-carried", f"optimizer state not written: flavor {flavor.name} has no place for it")
+    return draft.with_checkpoint(replace(named, optim=None).noted(note))
+
+
+def _place_extras(draft: Draft, decision: Decision, flavor: Flavor, form: Form) -> Draft:
+    """Leave out the extras that have no place, or that a loader would take for something else."""
+    copied = decision.side_files
+    if form.extra is None or decision.moves_schedule:
+        placed_ones = _with_schedule_alone(draft.checkpoint, decision, flavor)
+    else:
+        placed_ones = _with_placed_extras(draft.checkpoint, flavor, form, form.extra, copied)
+    if _has_both(placed_ones):
+        return draft.with_checkpoint(placed_ones)
+    why = f"left out, because flavor {flavor.name} saves them only with both the model and the optimizer"
+    implying = _extras_implying_both(placed_ones, flavor, form)
+    return draft.with_checkpoint(_without_extras(placed_ones, implying, why))
+
+
+def _note_files(draft: Draft, decision: Decision, flavor: Flavor, _: Form) -> Draft:
+    """Note what is copied, where the LR scheduler goes, and which files the framework will not find."""
+    checkpoint, copied = draft.checkpoint, decision.side_files
+    notes, lacking, names = list(copied.notes), list(copied.lacking), set(copied.names)
+    schedule = source_schedule(draft.opened, ANY_SCHEDULE) if decision.moves_schedule else None
+    if schedule is not None:
+        notes.append(schedule_note(flavor.schedule_file, schedule, draft.opened, flavor, draft.sources))
+        names.add(flavor.schedule_file)
+    if decision.options.only is None and checkpoint.has(Section.OPTIM):
+        lacking += missing_file_warnings("the target", flavor, names)
+    return draft.with_checkpoint(checkpoint.noted(*notes).lacks(*lacking))
+
+
+def _warn_of_start(draft: Draft, decision: Decision, flavor: Flavor, form: Form) -> Draft:
+    """Warn of a new optimizer, and of what another number of ranks changes."""
+    checkpoint, ranks = draft.checkpoint, decision.world_size
+    if form.optim is None:
+        return draft
+    if not checkpoint.has(Section.OPTIM) and decision.options.only is None:
+        message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
+        return draft.with_checkpoint(checkpoint.noted(Note("resumption", message, warning=True)))
+    if ranks is None or not _has_both(checkpoint):
+        return draft
+    saved_by = ranks_that_saved(checkpoint, names_beside(checkpoint, draft.sources))
+    changes = changes_with_ranks(flavor, decision.side_files.files, saved_by, ranks)
+    return draft.with_checkpoint(checkpoint.noted(*(Note("resumption", each, warning=True) for each in changes)))
+
+
+def _complete_extras(draft: Draft, decision: Decision, flavor: Flavor, form: Form) -> Draft:
+    """Give the loader the extras that it opens, in the shape that it expects."""
+    may_have = _has_both(draft.checkpoint) or not _extras_imply_both(flavor, form)
+    if decision.options.only is not None or not may_have:
+        return draft
+    return draft.with_checkpoint(_adapt_extras(draft.checkpoint, flavor, form, draft.sources))
+
+
+def _add_rank_facts(draft: Draft, decision: Decision, _: Flavor, form: Form) -> Draft:
+    """Say in the extras of each rank whose they are, if the framework asks for it."""
+    checkpoint, world_size = draft.checkpoint, decision.world_size
+    if not form.rank_facts or world_size is None:
+        return draft
+    extras = [extras_of_rank(replace(checkpoint, named=()), rank) for rank in range(world_size)]
+    rank_extra = [{**extra, **rank_facts(form, rank, world_size)} for rank, extra in enumerate(extras)]
+    of_ranks = replace(checkpoint, rank_extra=tuple(rank_extra))
+    return draft.with_checkpoint(of_ranks.noted(*extra_notes(checkpoint, world_size)))
+
+
+def _warn_of_extras(draft: Draft, decision: Decision, flavor: Flavor, _: Form) -> Draft:
+    """Warn of each extra that is missing, or that other ranks have saved, if the framework asks for it."""
+    checkpoint = draft.checkpoint
+    if decision.options.only is not None or not _has_both(checkpoint):
+        return draft
+    lacking = [
+        *missing_extra_warnings(checkpoint, flavor),
+        *changes_without_extras(checkpoint, flavor),
+        *data_position_changes(checkpoint, flavor, decision.world_size or checkpoint.world_size),
+    ]
+    return draft.with_checkpoint(checkpoint.noted(*(Note("resumption", text, warning=True) for text in lacking)))
+
+
+_PARTS = (
+    _take_files,
+    _place_sections,
+    _place_extras,
+    _note_files,
+    _warn_of_start,
+    _complete_extras,
+    _add_rank_facts,
+    _warn_of_extras,
+)
+
+
+def _has_both(checkpoint: Checkpoint) -> bool:
+    return checkpoint.has(Section.MODEL) and checkpoint.has(Section.OPTIM)
+
+
+def _with_schedule_alone(checkpoint: Checkpoint, decision: Decision, flavor: Flavor) -> Checkpoint:
+    """``checkpoint`` with the LR scheduler as its only extra, if that has a place."""
     schedule = source_schedule(checkpoint, ANY_SCHEDULE) if decision.moves_schedule else None
     in_place = schedule_path(checkpoint)[:1] if schedule is not None else ()
     why = f"left out, because flavor {flavor.name} has no place for them"
     left = _without_extras(checkpoint, _unplaced_extras(checkpoint, decision.side_files, in_place), why)
-    if schedule is None:
-        return replace(left, extra={}, rank_extra=()), []
-    note = schedule_note(flavor.schedule_file, schedule, checkpoint, flavor, sources)
-    return replace(left, extra=schedule, rank_extra=()), [note]
+    return replace(left, extra={} if schedule is None else schedule, rank_extra=())
 
 
 def _with_placed_extras(
@@ -128,26 +191,6 @@ def _is_left_out(left_out: LeftOut, below: str, copied: SideFiles) -> bool:
     places = [f"{left_out.directory}/{name}".rstrip("/") for name in left_out.names]
     from_there = any(path == place or path.startswith(f"{place}/") for path in copied.copied for place in places)
     return left_out.directory.startswith(below) and not from_there
-
-
-def _with_rank_facts(checkpoint: Checkpoint, form: Form, world_size: int | None) -> Checkpoint:
-    """``checkpoint`` with the extras of each of ``world_size`` ranks, which say whose they are if ``form`` does."""
-    if not form.rank_facts or world_size is None:
-        return checkpoint
-    extras = [extras_of_rank(replace(checkpoint, named=()), rank) for rank in range(world_size)]
-    rank_extra = [{**extra, **rank_facts(form, rank, world_size)} for rank, extra in enumerate(extras)]
-    return replace(checkpoint, rank_extra=tuple(rank_extra)).noted(*extra_notes(checkpoint, world_size))
-
-
-def _with_resumption(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Checkpoint:
-    """``checkpoint`` with a warning about each extra that it lacks, or has of other ranks, and ``flavor`` asks for."""
-    lacking = [
-        *missing_extra_warnings(checkpoint, flavor),
-        *changes_without_extras(checkpoint, flavor),
-        *data_position_changes(checkpoint, flavor, ranks),
-    ]
-    warnings = [Note("resumption", text, warning=True) for text in lacking]
-    return checkpoint.noted(*warnings)
 
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
