@@ -192,7 +192,7 @@ pending_requests = PendingRequests()
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the collector while many objects are made: it would walk them repeatedly and make parsing take three times
     as long.
 
@@ -204,16 +204,16 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if collecting:
-            with set_aside():
+            with gc_frozen():
                 gc.enable()
 
 
 _entered: list[object] = []
-"""One entry for each ``set_aside`` that has begun: counting frozen objects walks them all, so only the first counts."""
+"""One entry for each ``gc_frozen`` that has begun: counting frozen objects walks them all, so only the first counts."""
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Inside the block, the collector walks only objects made there: for long work while many objects exist."""
     unfreeze = (
         not _entered and not gc.get_freeze_count()

@@ -5,8 +5,8 @@ usage: scripts/walks.py [CHECKOUT ...]     (default: this one; each gets a colum
 *Walks*: a value is followed through the calls of a command, as they happen, with a profile hook. ``SRC`` is the path
 and every checkpoint that is made of it; ``options`` is every record of options and the decision made of them. A *room*
 is a module of the package that is called with such a value, and not that of the value's own class. A *climb* goes from
-one room to one on a higher floor (the rows of the layers contract in pyproject.toml); a *return* goes to a room that was
-left before. A *re-binding* is an assignment, in a function that was entered, to a name that has the value already
+one room to one on a higher floor (the rows of the layers contract in pyproject.toml); a *return* goes to a room that
+was left before. A *re-binding* is an assignment, in a function that was entered, to a name that has the value already
 (``options = replace(options, ...)``). ``prepare`` and ``transform`` are the parts of ``convert`` below the functions of
 these names. The source is a DCP directory and everything is converted: a selection would be read more than once.
 

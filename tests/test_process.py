@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdpckpt.process import set_aside, without_collection
+from fsdpckpt.process import gc_frozen, gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _collecting() -> Iterator[None]:
 
 
 def test_nothing_is_collected_inside_and_the_collector_runs_again_after_an_error() -> None:
-    with pytest.raises(KeyError), without_collection():
+    with pytest.raises(KeyError), gc_paused():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
@@ -27,13 +27,13 @@ def test_nothing_is_collected_inside_and_the_collector_runs_again_after_an_error
 
 def test_a_caller_who_had_the_collector_off_keeps_it_off() -> None:
     gc.disable()
-    with without_collection():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 
 
 def test_what_was_made_inside_is_not_young_any_more() -> None:
-    with without_collection():
+    with gc_paused():
         made = [[number] for number in range(20_000)]
         assert len(gc.get_objects(generation=0)) > len(made)
     assert len(gc.get_objects(generation=0)) < 1_000
@@ -41,7 +41,7 @@ def test_what_was_made_inside_is_not_young_any_more() -> None:
 
 def test_what_is_set_aside_is_neither_young_nor_old_until_the_block_ends() -> None:
     made = [[number] for number in range(20_000)]
-    with set_aside():
+    with gc_frozen():
         assert gc.get_freeze_count() > len(made)
         assert len(gc.get_objects()) < 1_000
     assert gc.get_freeze_count() == 0
@@ -52,7 +52,7 @@ def test_objects_that_the_caller_froze_stay_frozen() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        with set_aside(), without_collection():
+        with gc_frozen(), gc_paused():
             pass
         assert gc.get_freeze_count() >= frozen > 0
     finally:

@@ -129,7 +129,7 @@ def _print(output: Output, result: ResolvedUnits) -> None:
     output.data(_table(units, output.columns))
     output.data(_rest_lines(units))
     output.data(result.how)
-    output.data(f"not recorded in the checkpoint, and without effect on it: {name}" for name in result.unsettled)
+    output.data(f"not recorded in the checkpoint, and without effect on it: {name}" for name in result.open_settings)
 
 
 def _summary(units: Units) -> Iterator[str]:

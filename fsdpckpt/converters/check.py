@@ -34,7 +34,7 @@ from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.plan.transfer import SeenBy
-from fsdpckpt.process import without_collection
+from fsdpckpt.process import gc_paused
 from fsdpckpt.progress import Progress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
@@ -174,7 +174,7 @@ class OutputCheck:
             if self.transformed is None:
                 self._serve()
                 return [], []
-            with self.group.heartbeat(), self.open_output() as opener, without_collection(), self._blamed():
+            with self.group.heartbeat(), self.open_output() as opener, gc_paused(), self._blamed():
                 return _match(self.transformed, self.path, self.options, opener)
 
     def _serve(self) -> None:

@@ -41,7 +41,7 @@ def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Dra
     if read.left_out:
         return read
     plain, names = normalise(read.checkpoint)
-    named = names.noted(Table.of(plain).with_plain_words().written(plain))
+    named = names.report_wrappers(Table.of(plain).with_plain_words().written(plain))
     key_type = decision.options.key_type or draft.source_keys
     if key_type == "id" and decision.layout is not Layout.FLATTENED:
         refuse_ids(named, mapping.options)

@@ -42,7 +42,7 @@ from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.files import Stored, pack_files, unpack_files
 from fsdpckpt.options import ConvertOptions, OutputScope, VerifyLevel
 from fsdpckpt.plan.transfer import SeenBy
-from fsdpckpt.process import set_aside, without_collection
+from fsdpckpt.process import gc_frozen, gc_paused
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage import FileIdentity, is_url
 from fsdpckpt.storage.sources import Sources
@@ -121,7 +121,7 @@ class _Conversion:
                 if self._prepared is not None:
                     budget = self.publisher.budget_for(budget, self._prepared.plan)
                 if not self.options.dry_run:
-                    with set_aside():
+                    with gc_frozen():
                         self._write(budget)
                 elif self._prepared is not None and self._single_rank:
                     self._note = self.publisher.find_work(self._prepared, budget, self._sources[-1])
@@ -171,7 +171,7 @@ class _Conversion:
                 serve_sources(self.group)
                 return
             self.progress.begin("read", 0)
-            with self.group.heartbeat(), UnionSources(self.group) as files, without_collection():
+            with self.group.heartbeat(), UnionSources(self.group) as files, gc_paused():
                 self._sources.append(files)
                 self._prepared = prepare(self.source, self.target, self.options, files)
                 # It may have been auto.

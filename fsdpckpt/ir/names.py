@@ -120,7 +120,7 @@ class SourceNames:
         """The name that the optimizer gives a parameter; the model's name if the optimizer is keyed by id."""
         return self.optim[name] if name in self.optim else self.of_model(name)
 
-    def restored(self, checkpoint: Checkpoint) -> Checkpoint:
+    def put_back_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with the names of the source in place of those without wrapper prefixes."""
         model, optim = checkpoint.model, checkpoint.optim
         if model is not None:
@@ -131,7 +131,7 @@ class SourceNames:
             optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
         return replace(checkpoint, model=model, optim=optim)
 
-    def noted(self, checkpoint: Checkpoint) -> Checkpoint:
+    def report_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with a note that lists the names that lost a prefix."""
         optim = checkpoint.optim
         if optim is not None and self.adapters:
@@ -288,7 +288,7 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     return replace(checkpoint, model=model, optim=optim).noted(*notes), names
 
 
-def under_first_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:
+def rename_shared_states(checkpoint: Checkpoint, units: Units) -> Checkpoint:
     """``checkpoint`` with the states of shared parameters under the name that ``units`` list. If a parameter is in
     several units, that is the name in the innermost; PyTorch's full state dicts have the model's first name.
     """

@@ -59,12 +59,14 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     """
     units = load_units(options.units, sources) if options.units is not None else None
     ignored = options.ignore_file
-    checkpoint = open_checkpoint(path, sources=sources, units=units, locate=locate, ignore_file=ignored, as_dcp=True)
+    checkpoint = open_checkpoint(
+        path, sources=sources, units=units, locate=locate, ignore_file=ignored, prefer_dcp_over_exports=True
+    )
     require_matches(ignored, checkpoint)
     flattened = locate.nothing and is_flattened(checkpoint, sources, units_request(options))
     if flattened and not all(map(is_located, checkpoint.leaves())):
         checkpoint = open_checkpoint(
-            path, sources=sources, units=units, locate=Locate.ALL, ignore_file=ignored, as_dcp=True
+            path, sources=sources, units=units, locate=Locate.ALL, ignore_file=ignored, prefer_dcp_over_exports=True
         )
     try:
         # as for a conversion to whole tensors, up to the layout

@@ -33,7 +33,7 @@ from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.origin import LeftOut
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.process import without_collection
+from fsdpckpt.process import gc_paused
 from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import refuse_directories_of_ranks, several_checkpoints
 from fsdpckpt.readers.join import join, without_exports
@@ -70,14 +70,15 @@ def open_checkpoint(
     only: Section | None = None,
     units: Units | None = None,
     ignore_file: tuple[str, ...] = (),
-    as_dcp: bool = False,
+    prefer_dcp_over_exports: bool = False,
     compare_config: bool = True,
 ) -> Checkpoint:
     """Read everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
     ``units``: the order of each rank's optimizer, used if no units are found beside the checkpoint. ``ignore_file``:
     globs of files and directories to leave out; the caller then calls ``require_matches``. For ``locate``, ``only`` and
-    ``as_dcp`` see ``ReadOptions``. ``compare_config``: whether a ``config.json`` beside the weights must describe them.
+    ``prefer_dcp_over_exports`` see ``ReadOptions``. ``compare_config``: whether a ``config.json`` beside the weights
+    must describe them.
 
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
     candidates), and what the readers raise. Problems that do not prevent reading are in ``Checkpoint.problems``.
@@ -88,8 +89,10 @@ def open_checkpoint(
     if entry is None:
         raise missing(source)
     remaining = RemainingSources(sources, source, ignore_file)
-    opening = _Opening(source, remaining, ReadOptions(locate, only, as_dcp), units, compare_config=compare_config)
-    with without_collection():
+    opening = _Opening(
+        source, remaining, ReadOptions(locate, only, prefer_dcp_over_exports), units, compare_config=compare_config
+    )
+    with gc_paused():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
         checkpoint.origin = replace(checkpoint.origin, ignored=tuple(remaining.ignored))
         mark_open_copies(checkpoint)
@@ -175,7 +178,7 @@ class _Opening:
             self.files.units = units.units
         self.files.without_slices = manifest.without_slices
         read = self._read_parts(found)
-        if self.options.as_dcp:
+        if self.options.prefer_dcp_over_exports:
             read, exports = without_exports(read)
             if exports:
                 message = f"not in .metadata, and left out: {names_text(exports, 6)}"

@@ -86,13 +86,13 @@ Locate.ALL = Locate(all=True)
 class ReadOptions:
     """How to read a checkpoint. ``locate``: which data files to open whose metadata alone describes the tensors; chunks
     of others have offset -1. ``only``: the requested section; parts whose names show that they hold a different one may
-    be incomplete. ``as_dcp``: if a directory has a DCP checkpoint and a file with the same section, the file is left
-    out, as by ``dcp.load``.
+    be incomplete. ``prefer_dcp_over_exports``: if a directory has a DCP checkpoint and a file with the same
+    section, the file is left out, as by ``dcp.load``.
     """
 
     locate: Locate = Locate.ALL
     only: Section | None = None
-    as_dcp: bool = False
+    prefer_dcp_over_exports: bool = False
 
 
 class Reader(Protocol):

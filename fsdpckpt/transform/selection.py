@@ -148,7 +148,7 @@ def select_section(checkpoint: Checkpoint, only: Section | None) -> Checkpoint:
     ).noted(*notes)
 
 
-def with_own_tensors(checkpoint: Checkpoint) -> Checkpoint:
+def copy_aliased_tensors(checkpoint: Checkpoint) -> Checkpoint:
     """Give the model and the states tensor objects that no other section holds.
 
     A dict that was saved under two keys is read as one object: a cast of the model must not reach its copy in the

@@ -8,7 +8,7 @@ from typing import TypeAlias, TypeGuard
 
 from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
-from fsdpckpt.ir.names import under_first_names
+from fsdpckpt.ir.names import rename_shared_states
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
@@ -54,7 +54,7 @@ def compare(
     """
     for units in (a.units, b.units):
         if units is not None:
-            a, b = (under_first_names(each, units) for each in (a, b))
+            a, b = (rename_shared_states(each, units) for each in (a, b))
     saved, bare = (a, b), any(map(has_bare_names, (a, b)))
     a, b = (without_wrappers(each, bare=bare) for each in saved)
     matched = match_optimizers(a, b)

@@ -55,8 +55,8 @@ def test_a_compiled_model_and_its_uncompiled_optimizer_come_together_and_get_the
     found, names = normalise(source)
     assert list(found.model.params) == ["l.w", "b"] == list(found.optim.state)
     assert found.model.metadata == {"l": {"version": 1}} and found.notes == ()
-    assert names.restored(found) == source
-    noted = names.noted(found)
+    assert names.put_back_wrappers(found) == source
+    noted = names.report_wrappers(found)
     assert (noted.model, noted.optim) == (found.model, found.optim)
     assert noted.notes[-1].kind == "normalised"
     assert noted.notes[-1].keys == ("_orig_mod.l.w -> l.w", "_orig_mod.b -> b")
@@ -66,7 +66,7 @@ def test_an_optimizer_that_was_keyed_by_id_is_named_like_its_model() -> None:
     found, names = normalise(_checkpoint(["_orig_mod.l.w", "_orig_mod.b"], None))
     state = {"l.w": {}, "b": {}}
     named = replace(found, optim=Optimizer.of(state, [{"params": ["l.w", "b"]}]))
-    optim = names.restored(named).optim
+    optim = names.put_back_wrappers(named).optim
     assert list(optim.state) == ["_orig_mod.l.w", "_orig_mod.b"] == optim.param_groups[0]["params"]
 
 
@@ -74,7 +74,7 @@ def test_names_out_of_flat_parameters_of_a_compiled_model_begin_as_those_do() ->
     assert leading_wrapper(["_orig_mod._flat_param", "_orig_mod.l._flat_param"]) == "_orig_mod."
     assert leading_wrapper(["_orig_mod._flat_param", "l._flat_param"]) == leading_wrapper([]) == ""
     found, names = normalise(_checkpoint(["l.w"], ["l.w"]), leading="_orig_mod.")
-    restored = names.restored(found)
+    restored = names.put_back_wrappers(found)
     assert list(restored.model.params) == ["_orig_mod.l.w"] == list(restored.optim.state)
 
 
@@ -82,10 +82,10 @@ def test_fsdp_s_own_prefixes_stay_in_the_optimizer_only_where_the_model_has_them
     wrapped = ["_fsdp_wrapped_module.l._fsdp_wrapped_module._orig_mod.w", "_fsdp_wrapped_module.b"]
     for model, restored in ((["l._orig_mod.w", "b"], ["l._orig_mod.w", "b"]), (wrapped, wrapped)):
         found, names = normalise(_checkpoint(model, wrapped), like=model)
-        assert list(names.restored(found).optim.state) == restored
+        assert list(names.put_back_wrappers(found).optim.state) == restored
         assert [note.keys for note in found.notes] == ([] if model == wrapped else [tuple(wrapped)])
     found, names = normalise(_checkpoint(None, wrapped), like=wrapped)  # of which only the optimizer is taken
-    assert list(names.restored(found).optim.state) == wrapped
+    assert list(names.put_back_wrappers(found).optim.state) == wrapped
 
 
 def test_prefixes_that_both_sections_have_go_too() -> None:
@@ -102,7 +102,7 @@ def test_param_names_stay_as_they_were_written() -> None:
 def test_clean_names_change_nothing_at_all() -> None:
     plain = _checkpoint(["l.w", "b"], ["l.w", "b"])
     assert normalise(plain)[0] is plain
-    assert normalise(plain)[1].restored(plain) == plain
+    assert normalise(plain)[1].put_back_wrappers(plain) == plain
 
 
 def test_module_goes_where_one_section_has_it_and_the_other_does_not() -> None:
@@ -119,7 +119,7 @@ def test_module_stays_where_it_may_be_a_module_of_the_model() -> None:
         _checkpoint(["module.w"], None),
     ):
         assert normalise(plain)[0] is plain
-    assert normalise(plain)[1].restored(plain) == plain
+    assert normalise(plain)[1].put_back_wrappers(plain) == plain
 
 
 def test_two_keys_that_would_become_one_are_refused_with_both_names() -> None:

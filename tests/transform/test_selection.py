@@ -16,12 +16,12 @@ from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.transform.selection import (
     choose_section,
+    copy_aliased_tensors,
     find_unmatched_globs,
     keep_keys,
     parameter_names,
     rename_keys,
     select_section,
-    with_own_tensors,
 )
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded, note_undetermined
 from tests.ir.checkpoints import with_origin
@@ -80,10 +80,10 @@ def test_only_one_section_stays_and_the_others_are_named_as_dropped() -> None:
 
 def test_no_tensor_of_the_model_or_of_a_state_is_that_of_another_section() -> None:
     checkpoint = _checkpoint()
-    own = with_own_tensors(checkpoint)
+    own = copy_aliased_tensors(checkpoint)
     assert list(own.leaves()) and not set(own.leaves()) & set(checkpoint.leaves())
     assert [named.key for named in own.tensors()] == [named.key for named in checkpoint.tensors()]
-    assert with_own_tensors(replace(checkpoint, model=None, optim=None)).model is None
+    assert copy_aliased_tensors(replace(checkpoint, model=None, optim=None)).model is None
 
 
 def _several(section: Section, *names: str) -> Checkpoint:

@@ -48,9 +48,10 @@ def keeps_prefixes(decision: Decision) -> bool:
 
 def restore_prefixes(draft: Draft, decision: Decision) -> Draft:
     """Give names back the prefixes of the source; a note lists those that lose them for good."""
-    names = draft.source_names
-    keeps = keeps_prefixes(decision)
-    return draft.with_checkpoint(names.restored(draft.checkpoint) if keeps else names.noted(draft.checkpoint))
+    names, keeps = draft.source_names, keeps_prefixes(decision)
+    return draft.with_checkpoint(
+        names.put_back_wrappers(draft.checkpoint) if keeps else names.report_wrappers(draft.checkpoint)
+    )
 
 
 def rename(draft: Draft, decision: Decision) -> Draft:
@@ -64,7 +65,7 @@ def with_written_names(draft: Draft, decision: Decision, checkpoint: Checkpoint)
     if draft.renamed:
         return checkpoint
     keeps = not decision.options.clean_names
-    return _renamed(draft.source_names.restored(checkpoint) if keeps else checkpoint, decision.options)[0]
+    return _renamed(draft.source_names.put_back_wrappers(checkpoint) if keeps else checkpoint, decision.options)[0]
 
 
 def _renamed(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, list[NoKeyMatchesError]]:

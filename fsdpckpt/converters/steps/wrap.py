@@ -18,7 +18,7 @@ from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.listing import Listing
-from fsdpckpt.ir.names import under_first_names
+from fsdpckpt.ir.names import rename_shared_states
 from fsdpckpt.ir.units import Units
 from fsdpckpt.transform.listings import model_names
 from fsdpckpt.transform.missing_state import require_complete
@@ -53,7 +53,7 @@ def wrap(draft: Draft, decision: Decision) -> Draft:
         dtype=DTYPES[options.dtype] if options.dtype is not None else None,
         left_out=_names_left_out(draft, changes),
     )
-    named = _under_all_names(under_first_names(checkpoint, target.units), target.units)
+    named = _under_all_names(rename_shared_states(checkpoint, target.units), target.units)
     notes = [Note("units", line) for line in target.how]
     return replace(draft, checkpoint=named.noted(*notes), units=target.units)
 

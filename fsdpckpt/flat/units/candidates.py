@@ -45,7 +45,7 @@ class Candidate:
 
     ``label``: where they come from. ``assumed``: what some names are assumed to be. ``strides_known``:
     whether it has the parameters' strides. A higher ``tier`` is tried only if no candidate of a lower one matches.
-    ``exchanged``: the candidates in which a name that this one leaves out takes the place of another.
+    ``alternatives``: the candidates in which a name that this one leaves out takes the place of another.
     """
 
     units: Units
@@ -54,7 +54,7 @@ class Candidate:
     assumed: tuple[str, ...] = ()
     tier: int = 0
     strides_known: bool = False
-    exchanged: Callable[[], Iterable[Candidate]] = tuple
+    alternatives: Callable[[], Iterable[Candidate]] = tuple
 
 
 def candidates(
@@ -195,8 +195,10 @@ class _Candidates:
             unmanaged=[param.name for param in params if param.sharded is False],
             shared=(*named.shared, *shared),
         )
-        exchanged = partial(self._exchanged, params, prefixes, shared) if names is None else tuple
-        return Candidate(units, self.label, named.ordered, (assumed,) if assumed else (), tier, exchanged=exchanged)
+        alternatives = partial(self._exchanged, params, prefixes, shared) if names is None else tuple
+        return Candidate(
+            units, self.label, named.ordered, (assumed,) if assumed else (), tier, alternatives=alternatives
+        )
 
     def _exchanged(
         self, params: Sequence[Parameter], prefixes: Collection[str], shared: Sequence[tuple[str, str]]

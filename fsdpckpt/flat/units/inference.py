@@ -99,7 +99,7 @@ def infer(
 
 def _require_no_exchange(checkpoint: Checkpoint, chosen: _Matched, wanted: Settings) -> None:
     """Raises NeedsInformationError if ``chosen`` left out a name that fits in the place of another."""
-    for candidate in chosen.candidate.exchanged():
+    for candidate in chosen.candidate.alternatives():
         for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
             for groups in assignments:
                 result = match(checkpoint, units if groups is None else replace(units, groups=groups))
@@ -177,8 +177,8 @@ def _choose(
     if kernels and not chosen.candidate.strides_known:
         raise _without_strides(checkpoint, kernels)
     how = (chosen.candidate.label, *chosen.candidate.assumed, describe_settings(chosen.match.units))
-    unsettled = differing_settings([matched.match.units for matched in same])
-    return ResolvedUnits(chosen.match.units, chosen.match, how, unsettled), chosen
+    open_settings = differing_settings([matched.match.units for matched in same])
+    return ResolvedUnits(chosen.match.units, chosen.match, how, open_settings), chosen
 
 
 def _splits(checkpoint: Checkpoint) -> bool:

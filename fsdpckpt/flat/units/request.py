@@ -73,15 +73,15 @@ class UnitsRequest(Settings):
 class ResolvedUnits:
     """Units, what proves them (for messages), and for a source what each of its keys is.
 
-    ``how``: where they come from and what was compared. ``unsettled``: settings that make no difference to the source's
-    bytes and so cannot be read from them. ``order_known``: False if the order of ``model.parameters()`` is known only
-    within each unit.
+    ``how``: where they come from and what was compared. ``open_settings``: those that make no difference to the
+    source's bytes and so cannot be read from them. ``order_known``: False if the order of ``model.parameters()`` is
+    known only within each unit.
     """
 
     units: Units
     match: FlatMatch | None
     how: tuple[str, ...]
-    unsettled: tuple[str, ...] = ()
+    open_settings: tuple[str, ...] = ()
     order_known: bool = True
 
     def __post_init__(self) -> None:

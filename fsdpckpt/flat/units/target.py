@@ -38,7 +38,7 @@ from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.listing import Listing
-from fsdpckpt.ir.names import under_first_names
+from fsdpckpt.ir.names import rename_shared_states
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Groups, Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
@@ -68,7 +68,7 @@ def target_units(
     groups divide a flat parameter.
     """
     wrapped, how = _wrapping(checkpoint, request, source, sources, left_out)
-    checkpoint = under_first_names(checkpoint, wrapped)
+    checkpoint = rename_shared_states(checkpoint, wrapped)
     units = wrapped
     if dtype is not None and request.file is None and checkpoint.model is not None:
         units = _cast(units, dtype)
@@ -111,7 +111,7 @@ def _wrapping(
     if source is not None:
         require_model_order(source, checkpoint.source)
         source_units, label = source.units, "the source's units"
-        if request.use_orig_params is None and "use_orig_params" in source.unsettled:
+        if request.use_orig_params is None and "use_orig_params" in source.open_settings:
             raise _orig_params_unknown(checkpoint, "the source's bytes are the same with both")
     elif from_file is not None:  # it has names and groups, and no units
         source_units, label = from_file, str(request.file)

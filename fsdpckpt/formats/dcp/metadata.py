@@ -31,7 +31,7 @@ from fsdpckpt.formats.pickle.operands import NotScannedError
 from fsdpckpt.formats.pickle.records import Run, Scan
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.ir.tensors import Boxes, contiguous_strides
-from fsdpckpt.process import without_collection
+from fsdpckpt.process import gc_paused
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import plural, truncate
 
@@ -140,7 +140,7 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
     if source.nbytes <= _SMALL:
         return _parse_all(source)
     with suppress(NotScannedError, SourceCorruptError, SourceUnsafeError):
-        with without_collection():
+        with gc_paused():
             scan = scan_metadata(source)
         return _parse_scanned(scan, source.path)
     return _parse_all(source)

@@ -69,7 +69,7 @@ def test_names_and_prefixes_of_the_job_give_its_units(orig: bool, world_size: in
     found = proved(checkpoint(world_size, optim=optimizer(truth, world_size)))
     assert found.units.units == truth.units
     assert found.units.use_orig_params is orig
-    assert found.unsettled == ()
+    assert found.open_settings == ()
     assert list(found.match.keys.values()) == list(truth.optimizer_keys())
 
 
@@ -85,7 +85,7 @@ def test_an_alignment_that_makes_no_difference_is_reported_as_unsettled() -> Non
     found = proved(
         checkpoint(4, optim=optimizer(truth, 4)), name_list(*params), UnitPrefixes(("",), complete=False, label="-")
     )
-    assert found.unsettled == ("param_dtype",)
+    assert found.open_settings == ("param_dtype",)
 
 
 @pytest.mark.parametrize("orig", [False, True])

@@ -333,7 +333,7 @@ def test_a_target_of_whole_tensors_needs_wrapping_and_use_orig_params(sources: S
 
 
 def test_settings_that_the_source_did_not_show_are_asked_for_the_target(sources: Sources) -> None:
-    source = ResolvedUnits(units_of(), None, (), unsettled=("use_orig_params",))
+    source = ResolvedUnits(units_of(), None, (), open_settings=("use_orig_params",))
     with pytest.raises(NeedsInformationError, match="use_orig_params"):
         target_units(full(), UnitsRequest(), source, 4, sources)
     assert target_units(full(), UnitsRequest(use_orig_params=False), source, 4, sources).units.units == units_of().units
