@@ -151,7 +151,7 @@ def _refuse_memory_url(target: str) -> None:
 
 def _suggest_torchrun(error: SourceIncompleteError, source: str) -> None:
     """Say how to run this command if the missing files are on the disks of other nodes."""
-    if os.path.isfile(source):  # of one rank: it is not known where the others are
+    if os.path.isfile(source) or error.alternative is not None:  # of one rank: it is not known where the others are
         return
     command = ["torchrun", "--nnodes", "NODES", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "-m", "fsdpckpt", *sys.argv[1:]]

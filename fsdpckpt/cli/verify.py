@@ -95,7 +95,7 @@ def _show_resumption(output: Output, source: str, resumption: Resumption) -> Non
     if resumption.beyond_conversion:
         output.message("no conversion can add what is missing: only the job that saves can")
         return
-    begin = "no conversion can fix this" if resumption.command else "cannot be converted"
+    begin = "this conversion alone does not fix" if resumption.command else "cannot be converted"
     for reason in resumption.still_missing:
         output.message(f"{begin}: {reason}")
     if resumption.command is not None:

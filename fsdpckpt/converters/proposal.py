@@ -9,6 +9,7 @@ from dataclasses import replace
 from fsdpckpt import flags
 from fsdpckpt.converters.prepare import Prepared, prepare
 from fsdpckpt.errors import FsdpckptError, UsageError
+from fsdpckpt.flags import Message
 from fsdpckpt.option_fields import arguments_of
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Flavor
@@ -51,7 +52,7 @@ def with_proposal(
     return replace(found, still_missing=reasons)
 
 
-def _lacking(prepared: Prepared, flavor: Flavor) -> list[str]:
+def _lacking(prepared: Prepared, flavor: Flavor) -> list[Message]:
     """What the planned checkpoint will lack, by the rules that a finished one is checked with."""
     form = prepared.spec.form
     if form is None:

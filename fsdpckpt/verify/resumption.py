@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from fsdpckpt import flags
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.optimizer import Optimizer
@@ -67,16 +68,17 @@ def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | N
     return Resumption(flavor.name, ranks, tuple(missing), tuple(_changes(checkpoint, flavor, form, names, ranks)))
 
 
-def lacking(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str]) -> list[str]:
+def lacking(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str]) -> list[Message]:
     """What ``checkpoint``, in ``form`` and with the files ``names``, does not have and the loader of ``flavor`` needs.
 
     The checkpoint may be one that a conversion would write.
     """
-    return [
+    reasons = (
         *_missing_sections(checkpoint, flavor, form),
         *_missing_files(checkpoint, flavor, form, names),
         *_missing_extras(checkpoint, flavor, form),
-    ]
+    )
+    return list(map(Message, reasons))
 
 
 def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
@@ -146,7 +148,9 @@ def _missing_of_optimizer(optim: Optimizer, flavor: Flavor, form: Form) -> Itera
         yield f"the optimizer is keyed by {optim.key_type}; {flavor.name} loads only one keyed by {form.key_type}"
     if flavor.two_groups and optim.groups is not None and len(optim.groups) != 2:
         count = plural(len(optim.groups), "param group")
-        yield f"the optimizer has {count}; {flavor.name} makes two, and cannot load this one"
+        hint = f" (if DeepSpeed made it, convert it with {flags.no_weight_decay('standard')})"
+        one = len(optim.groups) == 1
+        yield f"the optimizer has {count}; {flavor.name} makes two, and cannot load this one{hint if one else ''}"
     without = _without_state(optim)
     if without:
         yield f"{plural(len(without), 'parameter')} of the optimizer have no state, {without[0]} first"

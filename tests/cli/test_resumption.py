@@ -64,7 +64,9 @@ def test_what_torchtitan_opens_and_the_target_lacks_is_said(run: Run, saved: Pat
     assert done.code == 1 and "resume: it has no lr_scheduler" in done.out
     assert "no conversion can add what is missing" in done.err and "next:" not in done.err
     done = run("verify", saved, "--for", "torchtitan", "--world-size", "2")
-    assert "no conversion can fix this: it has no train_state" in done.err and "next: fsdpckpt convert" in done.err
+    assert (
+        "this conversion alone does not fix: it has no train_state" in done.err and "next: fsdpckpt convert" in done.err
+    )
 
 
 def test_what_a_conversion_leaves_as_it_is_is_not_proposed(run: Run, saved: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copy_module
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -287,6 +288,40 @@ def test_the_last_ranks_files_are_missed_and_named(name: str, tmp_path: Path) ->
         file.unlink()
     with pytest.raises(SourceIncompleteError, match=last):
         opened(directory)
+
+
+@pytest.mark.parametrize("name", ["zero2-fp16", "zero1-bf16"])
+def test_without_an_optimizer_file_the_weights_are_taken_from_the_module_states(name: str, tmp_path: Path) -> None:
+    directory = step(name, tmp_path)
+    next(directory.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()
+    with pytest.raises(SourceIncompleteError) as missing:
+        opened(directory)
+    words = shlex.split(str(missing.value.alternative).partition("\n")[2])
+    assert words[:2] == ["fsdpckpt", "convert"] and words[3:] == ["DST", "--only", "model"]
+    fsdpckpt.convert(words[2], tmp_path / "weights.pt", only="model")
+    module = torch.load(directory / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    found = torch.load(tmp_path / "weights.pt")
+    assert found.keys() == module.keys() and all(torch.equal(found[key], module[key]) for key in module)
+
+
+def test_zero_3_has_no_whole_module_to_take(tmp_path: Path) -> None:
+    directory = step("zero3-fp32", tmp_path)
+    (directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(SourceIncompleteError) as missing:
+        opened(directory)
+    assert missing.value.alternative is None
+
+
+@pytest.mark.parametrize("name", ["zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt",
+                                  "mp_rank_00_model_states.pt"])  # fmt: skip
+def test_one_ranks_module_states_are_no_model(name: str, tmp_path: Path) -> None:
+    """ZeRO 3 leaves empty tensors in them, tensor parallelism a part of each."""
+    directory = step("zero3-fp32", tmp_path)
+    (directory / "zero_pp_rank_0_mp_rank_00_model_states.pt").rename(directory / name)
+    (directory / "mp_rank_01_model_states.pt").touch()
+    with pytest.raises(SourceIncompleteError, match="one rank's part") as refused:
+        fsdpckpt.inspect(directory / name)
+    assert refused.value.next_step == "give the directory with the files of all ranks"
 
 
 def refused_saves(directory: Path) -> list[str]:

@@ -85,7 +85,8 @@ def read_zero(
     ranks = require_one_run(directory, [*optim, *module])
     names = ({file.rank: file_name(file.path) for file in files} for files in (optim, module))
     partitioned = stage_3[optim[0].path]
-    require_all_ranks(directory, *names, per_rank=partitioned, world_size=min(ranks, _MAX_RANKS))
+    whole = not partitioned and bool(module) and bool(module[0].root.get("module"))
+    require_all_ranks(directory, *names, per_rank=partitioned, world_size=min(ranks, _MAX_RANKS), whole_module=whole)
     _require_in_files(directory, optim, sources)
     states = ModuleStates(module, partitioned)
     if layers:

@@ -44,15 +44,22 @@ class DeepSpeedReader:
     """Directories written by ``DeepSpeedEngine.save_checkpoint`` with ZeRO, and universal checkpoints."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
-        """Raises SourceIncompleteError: one file of ZeRO is useless without those of the other ranks."""
-        match = _OPTIM.match(file.name)
+        """Raises SourceIncompleteError for one file of ZeRO, which is useless without those of the other ranks: what
+        ZeRO 3 calls a module has empty tensors. ``mp_rank_00_model_states.pt`` of ZeRO 1 and 2 is none: it has the
+        whole module, unless other tensor-parallel ranks have files, too.
+        """
+        optim, model = _OPTIM.match(file.name), _MODEL.match(file.name)
+        if model is not None and model[1] is None and int(model[2]) == 0:
+            beside = file.path.removesuffix(file.name) + "mp_rank_01_model_states.pt"
+            model = None if sources.stat(beside) is None else model
+        match = optim or model
         if match is None:
             return None
         raise SourceIncompleteError(
-            f"{file.path} is one rank's part of a DeepSpeed ZeRO checkpoint",
+            f"{file.path} is one rank's part of a DeepSpeed {'ZeRO ' if match[1] is not None else ''}checkpoint",
             file=file.path,
-            rank=int(match[1]),
-            why="the parts of all ranks together hold the parameters",
+            rank=int(match[1] or match[2]),
+            why="the parameters are divided among the files of all ranks",
             next_step="give the directory with the files of all ranks",
         )
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from fsdpckpt import flags
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, to_copy
 from fsdpckpt.text import numbers_text, plural, some_of
 
 ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and the file beside them:
@@ -47,10 +47,16 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def require_all_ranks(
-    path: str, optim: Mapping[int, str], model: Mapping[int, str], *, per_rank: bool, world_size: int = 1
+    path: str,
+    optim: Mapping[int, str],
+    model: Mapping[int, str],
+    *,
+    per_rank: bool,
+    world_size: int = 1,
+    whole_module: bool = False,
 ) -> None:
     """Raises unless every rank 0 .. W - 1 has its files. ``world_size``: the smallest W that the files themselves
-    allow.
+    allow. ``whole_module``: whether the file of module states has the whole weights, as the model computed with them.
     """
     ranks = max([world_size - 1, *optim, *(model if per_rank else ())]) + 1
     missing: list[str] = []
@@ -71,4 +77,10 @@ def require_all_ranks(
             file=f"{path.rstrip('/')}/{missing[0]}",
             why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
             next_step="copy the files of all ranks into one directory",
+            alternative=_module_alone(f"{path.rstrip('/')}/{model[0]}") if whole_module else None,
         )
+
+
+def _module_alone(file: str) -> str:
+    why = "the weights are also in the file of module states, in the dtype that the model computed with"
+    return to_copy(why, flags.command("convert", file, "DST", flags.only("model")))

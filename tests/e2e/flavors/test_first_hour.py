@@ -7,17 +7,20 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import fsdpckpt
 from tests.cli.conftest import Run, run
 from tests.e2e.flavors.conftest import Library
 
 __all__ = ["run"]
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 README = (Path(__file__).parents[3] / "README.md").read_text()
 UNITS = ("--unit", "model.layers.*")
 
@@ -64,6 +67,40 @@ def test_a_job_of_the_framework_is_resumed_on_6_ranks_by_the_readmes_commands(
     assert compared.code == 0, compared.out + compared.err
     if more:
         assert run("diff", name, "on-6", "--units", "on-6/fsdpckpt.json").code == 0
+
+
+def test_the_weights_of_a_colleagues_deepspeed_folder_go_to_hugging_face(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is, whether it is whole, and the weights: by the README's commands alone."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it loads the weights")
+    with tarfile.open(GOLDEN / "deepspeed" / "trainer.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / "trainer" / "checkpoint-3").rename(tmp_path / "checkpoint-500")
+    monkeypatch.chdir(tmp_path)
+    looked = run("inspect", "checkpoint-500")
+    assert looked.code == 0 and "checkpoint-500: sharded, deepspeed (trainer), 4 ranks" in looked.out
+    assert run("verify", "checkpoint-500").code == 0
+    (line,) = (line for line in README.splitlines() if line.startswith("$ fsdpckpt convert checkpoint-500 hf "))
+    words = shlex.split(line.removeprefix("$ fsdpckpt "))
+    words = words[: words.index("--reference")]  # its config.json is here
+    assert run(*words).code == 0
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained("hf", output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    with fsdpckpt.open("checkpoint-500") as checkpoint:
+        names = {name for name in checkpoint if not name.startswith("rng_state")}
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, checkpoint[name].torch().to(weight.dtype)), name
+    assert run("diff", "checkpoint-500", "hf", "--only", "model").code == 0
+    # With a rank's file missing, it says which, and that nothing of ZeRO's weights is whole without it.
+    (path,) = (tmp_path / "checkpoint-500").glob("global_step*/*zero_pp_rank_2_*optim_states.pt")
+    path.unlink()
+    left = run("inspect", "checkpoint-500")
+    assert left.code == 3 and path.name in left.out and "optim_states.pt  ++-+" in left.out
+    words = shlex.split(left.err.rstrip().splitlines()[-1])  # the copies that the model computed with
+    assert words[3:] == ["DST", "--only", "model"]
+    assert run(*words[1:3], "weights.pt", *words[4:]).code == 0
+    assert torch.load("weights.pt").keys() == set(model.state_dict()) <= names
 
 
 def test_the_weights_of_a_colleagues_folder_go_to_hugging_face(
