@@ -226,7 +226,7 @@ class _Work:
                 ) from error
         if sum(tensor.numel for tensor in family.values()) != before:
             raise InternalError(f"{use.rule} makes other elements of {before}")
-        return family
+        return {member: self._rearranger.new(tensor) for member, tensor in family.items()}
 
     def _refused(self, what: str, details: Sequence[str], key: str) -> SourceUnsupportedError:
         return SourceUnsupportedError(

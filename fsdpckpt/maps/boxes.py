@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Sharded, Tensor, TensorCut
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Sharded, Tensor, TensorCut, contiguous_stride
 
 
 class Rows(NamedTuple):
@@ -204,22 +204,21 @@ class Rearranger:
     def __init__(self) -> None:
         self._rows: dict[tuple[Operation, Boxes], Rows] = {}
         self._joined: dict[tuple[Boxes, ...], Boxes] = {}
+        self._full: dict[Boxes, Boxes | None] = {}
 
     def apply(self, tensor: Tensor, *operations: Operation) -> Tensor:
         """``tensor`` after ``operations``, one after the other."""
-        shape, chunks = tensor.shape, tensor.chunks
+        shape, chunks = tensor.shape, self._filled(tensor.chunks)
         for operation in operations:
             if (key := (operation, chunks.boxes)) not in self._rows:
-                self._rows[key] = operation.rows(_without_empty(chunks.boxes))
-            rows = self._rows[key]
-            filled = _filled(chunks)
-            chunks = _moved(filled, rows, tensor.dtype.itemsize)
+                self._rows[key] = operation.rows(chunks.boxes)
+            chunks = _moved(chunks, self._rows[key], tensor.dtype.itemsize)
             shape = operation.shape(shape)
         return _of_same_source([tensor], shape, chunks)
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The chunks of all ``tensors`` of one shape, which fill different parts of it, as one tensor."""
-        parts = [_filled(tensor.chunks) for tensor in tensors]
+        parts = [self._filled(tensor.chunks) for tensor in tensors]
         key = tuple(part.boxes for part in parts)
         if key not in self._joined:
             self._joined[key] = Boxes(
@@ -229,6 +228,18 @@ class Rearranger:
         items = [part.item for part in parts if part.item is not None]
         item = np.concatenate(items) if len(items) == len(parts) else None
         return _of_same_source(tensors, tensors[0].shape, Chunks(rank, file, offset, self._joined[key], item))
+
+    def _filled(self, chunks: Chunks) -> Chunks:
+        """``chunks`` without empty ones: those of ranks that got nothing."""
+        boxes = chunks.boxes
+        if boxes not in self._full:
+            full = np.asarray((boxes.size > 0).all(axis=1))
+            self._full[boxes] = None if full.all() else boxes.take(full)
+        filled = self._full[boxes]
+        if filled is None:
+            return chunks
+        taken = chunks.take(np.asarray((boxes.size > 0).all(axis=1)))
+        return Chunks(taken.rank, taken.file, taken.offset, filled, taken.item)
 
     def cat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """As ``torch.cat``."""
@@ -250,19 +261,28 @@ class Rearranger:
         """As ``torch.unbind``."""
         return [self.apply(tensor, Select(dim, index)) for index in range(tensor.shape[dim])]
 
+    def new(self, tensor: Tensor) -> Tensor:
+        """``tensor`` as one that is made, and not a view of what it was made of.
+
+        One chunk with strides of its own is a tensor in another memory order, or a part of one that others share, and
+        writers keep that, as ``torch.save`` does. Two chunks are not.
+        """
+        boxes = tensor.chunks.boxes
+        if len(boxes) != 1:
+            return tensor
+        size = tuple(boxes.size[0].tolist())
+        stride, row_major = boxes.stride[0].tolist(), contiguous_stride(size)
+        if all(extent == 1 or step == plain for extent, step, plain in zip(size, stride, row_major, strict=True)):
+            return tensor
+        dim = size.index(max(size))
+        half = size[dim] // 2
+        parts = [Narrow(dim, 0, half), Narrow(dim, half, size[dim] - half)]
+        begins = (0, half)
+        pieces = [self.apply(tensor, part, Widen(dim, at, size[dim])) for part, at in zip(parts, begins, strict=True)]
+        return self.join(pieces)
+
 
 _PLACES = ("rank", "file", "offset")
-
-
-def _without_empty(boxes: Boxes) -> Boxes:
-    full = np.asarray((boxes.size > 0).all(axis=1))
-    return boxes if full.all() else boxes.take(full)
-
-
-def _filled(chunks: Chunks) -> Chunks:
-    """``chunks`` without empty ones: those of ranks that got nothing."""
-    full = np.asarray((chunks.size > 0).all(axis=1))
-    return chunks if full.all() else chunks.take(full)
 
 
 def _moved(chunks: Chunks, rows: Rows, itemsize: int) -> Chunks:

@@ -310,7 +310,7 @@ def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
             details=unplaced[:_KEYS_IN_MESSAGE],
             key=unplaced[0],
             why="in the source they are not DTensors, or are packed (a _StridedShard alone), or are on a mesh whose "
-            "dimensions have a different order",
+            "dimensions have a different order; or a map has made them",
             next_step=f"add {mesh_options(target.meshes)} {flags.placements('FILE')}",
         )
     if not remaining:

@@ -123,8 +123,15 @@ def test_every_step_gives_what_torch_gives_and_its_inverse_gives_the_bytes_back(
     back = torch.load(tmp_path / "back.pt")
     assert_equal(back["model"], checkpoint["model"])
     assert_equal(moments(back), moments(checkpoint))
-    every = [tensor.untyped_storage().nbytes() for tensor in back["model"].values()]
-    assert every == [tensor.nbytes for tensor in back["model"].values()]  # none is a view of another's memory
+
+
+def test_tensors_that_are_made_of_one_are_no_views_of_it_and_row_major(tmp_path: Path, options: dict[str, Any]) -> None:
+    saved(tmp_path / "source.pt", 5)
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "made.pt", **options)
+    fsdpckpt.convert(tmp_path / "made.pt", tmp_path / "back.pt", inverse=True, **options)
+    for path in ("made.pt", "back.pt"):
+        for name, tensor in torch.load(tmp_path / path)["model"].items():
+            assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, name
 
 
 def test_the_numbers_of_a_map_come_from_the_configuration_or_the_command(
