@@ -396,6 +396,15 @@ MEGATRON = Flavor(
     groups_without_params=True,
 )
 
+NANOTRON = Flavor(
+    name="nanotron",
+    title="nanotron's checkpoints",
+    signs=(),  # its reader knows it by checkpoint_metadata.json and model/
+    state=r"^(checkpoint_metadata\.json|model|optimizer)$",
+    side_files=r"^(config\.yaml|model_config\.json)$",
+    schedules=(),
+)
+
 TORCH_CHECKPOINTING = Flavor(
     name="torch_checkpointing",
     title="torch_checkpointing's CheckpointManager",
@@ -420,7 +429,7 @@ TORCH_CHECKPOINTING = Flavor(
 FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
     TRAINER, ACCELERATE, SKYRL, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, *DCP_LAYOUTS, TORCHTITAN,
     TORCHTITAN_OLD, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON, TRAINER_WITHOUT_FSDP,
-    TORCH_CHECKPOINTING,
+    TORCH_CHECKPOINTING, NANOTRON,
     HUGGINGFACE,
 )  # fmt: skip
 

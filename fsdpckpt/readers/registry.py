@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind
 from fsdpckpt.readers.dcp import DcpReader
 from fsdpckpt.readers.dcp.megatron import MegatronReader
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
+from fsdpckpt.readers.nanotron import NanotronReader
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, Reader, ReadOptions, Tree
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_checkpointing import TorchCheckpointingReader
@@ -29,6 +30,7 @@ READERS: tuple[Reader, ...] = (
     MegatronReader(),
     DcpReader(),
     TorchCheckpointingReader(),
+    NanotronReader(),
     SafetensorsReader(),
     DeepSpeedReader(),
     TorchShardsReader(),

@@ -1,0 +1,142 @@
+"""Recognises nanotron's checkpoints by their ``checkpoint_metadata.json``, and finds the files of all ranks.
+
+``nanotron/serialize`` writes, below the directory of a step, ``model/`` with a safetensors file for each parameter and,
+if it is cut, for each rank (``weights.py``, ``utils.py`` ``get_path``); and ``optimizer/`` with a torch file for each
+rank that holds states of its own (``optimizer.py``). All counts are in the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+
+from fsdpckpt.errors import SourceIncompleteError
+from fsdpckpt.ir import Section
+from fsdpckpt.readers.nanotron.read import Place, StateFile, WeightFile, read_nanotron
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.storage import Entry
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.text import plural
+
+_METADATA = "checkpoint_metadata.json"
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_OTHERS = ("lr_scheduler", "random")  # of each rank, as objects of nanotron's classes
+_RANK, _RANKS = r"(\d{1,6})", r"of-(\d{1,6})"
+_WEIGHT = re.compile(
+    rf"(?P<path>.*/)?model_(?P<name>[^/]+?)(?:_pp-rank-{_RANK}-{_RANKS}_tp-rank-{_RANK}-{_RANKS}"
+    rf"(?:_exp-rank-{_RANK}-{_RANKS})?)?\.safetensors"
+)
+_STATE = re.compile(
+    rf"optimizer_pp-{_RANK}-{_RANKS}(?:_dp-{_RANK}-{_RANKS})?_tp-{_RANK}-{_RANKS}(?:_exp-{_RANK}-{_RANKS})?\.pt"
+)
+
+
+class NanotronReader:
+    """Directories of one step with a ``checkpoint_metadata.json`` and ``model/``."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        del file, sources
+        return None
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        """Raises SourceIncompleteError that lists every missing file of a rank."""
+        above = path.rstrip("/")
+        model = sources.stat(f"{above}/{_MODEL}")
+        if _METADATA not in files or model is None or not model.directory:
+            return Claim()
+        weights = _weights(above, sources)
+        if not weights:
+            return Claim()
+        states = _states(above, sources) if options.only is not Section.MODEL else []
+        claim = Claim(names={_METADATA}, directories={_MODEL, _OPTIMIZER, *_OTHERS})
+        claim.parts.append(Part(above, "nanotron", partial(_read, above, weights, states, files[_METADATA])))
+        return claim
+
+
+def _read(
+    directory: str, weights: list[WeightFile], states: list[StateFile], metadata: Entry, table: FileTable, s: Sources
+) -> Tree:
+    return read_nanotron(directory, weights, states, metadata, table, s)
+
+
+def _weights(directory: str, sources: Sources) -> list[WeightFile]:
+    """The files of the parameters. Raises SourceIncompleteError for tensor-parallel or expert ranks without one."""
+    found: list[WeightFile] = []
+    missing: list[str] = []
+    ranks: dict[str, dict[tuple[int, int], str]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    for below, entry in sources.files_below(f"{directory}/{_MODEL}"):
+        match = _WEIGHT.fullmatch(below)
+        if match is None:
+            continue
+        name = (match["path"] or "").replace("/", ".") + match["name"]
+        pp, _, tp, tp_size, exp, exp_size = (int(each) if each else None for each in match.groups()[2:])
+        if pp is None or tp is None:
+            found.append(WeightFile(name, entry.path, None))
+            continue
+        found.append(WeightFile(name, entry.path, Place(pp, tp, exp)))
+        ranks.setdefault(name, {})[tp, exp or 0] = below
+        sizes[name] = (tp_size or 1, exp_size or 1)
+    for name, files in ranks.items():
+        tp_size, exp_size = sizes[name]
+        first = next(iter(files.values()))
+        for tp, exp in product(range(tp_size), range(exp_size)):
+            if (tp, exp) not in files:
+                changed = re.sub(r"_tp-rank-\d+-", f"_tp-rank-{tp}-", first)
+                missing.append(f"{_MODEL}/" + re.sub(r"_exp-rank-\d+-", f"_exp-rank-{exp}-", changed))
+    _require_none_missing(directory, missing)
+    return found
+
+
+def _states(directory: str, sources: Sources) -> list[StateFile]:
+    """The files of the optimizer. Raises SourceIncompleteError for ranks without one."""
+    entry = sources.stat(f"{directory}/{_OPTIMIZER}")
+    if entry is None or not entry.directory:
+        return []
+    found: list[StateFile] = []
+    sizes: set[tuple[int, ...]] = set()
+    zero = False
+    for file in sources.list_directory(entry.path):
+        match = _STATE.fullmatch(file.name)
+        if match is None:
+            continue
+        pp, pp_size, dp, dp_size, tp, tp_size, exp, exp_size = (int(each) if each else None for each in match.groups())
+        zero = zero or dp is not None
+        sizes.add((pp_size or 1, dp_size or 1, tp_size or 1, exp_size or 1))
+        found.append(StateFile(file.path, Place(pp or 0, tp or 0, exp or 0), dp, dp_size or 1))
+    have = {(file.place.pp, file.dp or 0, file.place.tp, file.place.exp or 0) for file in found}
+    missing: list[str] = []
+    for pp_size, dp_size, tp_size, exp_size in sorted(sizes):
+        for pp, dp, tp, exp in product(range(pp_size), range(dp_size), range(tp_size), range(exp_size)):
+            if (pp, dp, tp, exp) not in have:
+                of_dp = f"_dp-{dp}-of-{dp_size}" if zero else ""
+                missing.append(
+                    f"{_OPTIMIZER}/optimizer_pp-{pp}-of-{pp_size}{of_dp}_tp-{tp}-of-{tp_size}_exp-{exp}-of-{exp_size}.pt"
+                )
+    _require_none_missing(directory, missing)
+    if len(sizes) > 1:
+        raise SourceIncompleteError(
+            f"{directory}/{_OPTIMIZER} has files of {len(sizes)} numbers of ranks",
+            details=sorted(file.path for file in found)[:8],
+            file=f"{directory}/{_OPTIMIZER}",
+            why="files of two saves are in one directory",
+            next_step="copy the files of one save into a directory of their own",
+        )
+    return found
+
+
+def _require_none_missing(directory: str, missing: list[str]) -> None:
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise SourceIncompleteError(
+            f"{directory}: {plural(len(missing), 'file')} that the names of others count {verb} missing",
+            details=missing,
+            files=missing,
+            file=f"{directory}/{missing[0]}",
+            why="the save or the copy did not finish",
+            next_step="copy the missing files into the directory",
+        )
