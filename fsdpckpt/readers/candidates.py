@@ -109,7 +109,8 @@ def _refuse_named_parts(source: str, places: Sequence[str]) -> None:
         most_shown=MAX_CANDIDATES,
         file=source,
         why="their names count the parts, and how these go together is in the code of the trainer, not in the files",
-        next_step="convert it with the script of the trainer that wrote it (nanotron: convert_nanotron_to_hf.py)",
+        next_step="give the whole step of nanotron, with its checkpoint_metadata.json; else convert it with the script "
+        "of the trainer that wrote it",
     )
 
 
