@@ -28,7 +28,7 @@ class Rule(StrEnum):
     DESCRIBES = "a file that describes the model or the run, or belongs to another tool"
     EMPTY = "an empty directory"
     EXPORT = "a second copy of the model, for other programs"
-    HIDDEN = "a hidden directory"
+    HIDDEN = "a hidden file or directory"
     IGNORED = f"left out by {flags.ignore_file!s}"
     LINK = "a link to what is here under another name"
     OTHER = "not a file that a checkpoint consists of, judging by its content"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fsdpckpt.ir.account import Account, Fate, Rule
 from fsdpckpt.ir.ledger import Note
 from fsdpckpt.ir.terms import Layout, Section
 from fsdpckpt.ir.values import Key
+from fsdpckpt.text import names_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,22 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Files and directories in ``directory`` that are no part of the checkpoint; ``names``: their names, if known."""
+    """Files and directories in ``directory`` that are no part of the checkpoint; ``names``: their names, if known.
+
+    ``refused``: whether they may be a part of it that cannot be read.
+    """
 
     directory: str
     message: str
     names: tuple[str, ...] = ()
+    refused: bool = False
+
+    @classmethod
+    def unnamed(cls, directory: str, account: Account) -> tuple[LeftOut, ...]:
+        """The data that nothing in the checkpoint names, if ``account`` has any. DCP directories list their own."""
+        paths = account.paths(Fate.LEFT_OUT).get(Rule.UNNAMED, [])
+        names = tuple(path for path in paths if not path.endswith(".distcp"))
+        return (cls(directory, f"{Rule.UNNAMED}: {names_text(names, 6)}"),) if names else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,10 @@ class Origin:
 
     def open_notes(self) -> tuple[Note, ...]:
         """The notes on what a conversion may still change."""
-        notes = [Note("not-carried", each.message, each.directory, each.names) for each in self.left_out]
+        notes = [
+            Note("not-carried", each.message, each.directory, each.names, for_verify=each.refused)
+            for each in self.left_out
+        ]
         if self.untied_masters:
             message = (
                 f"{self.untied_masters} holds the optimizer's float32 weights, and nothing says whose they are: they "

@@ -7,6 +7,7 @@ table says which of the claimed ones were read.
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Iterable, Sequence
 
 from fsdpckpt.ir.account import Account, AccountedEntry, AccountedFile, Fate, Rule
@@ -21,7 +22,7 @@ METADATA = "metadata"
 """What a file was read as that holds no section but says where the sections are."""
 
 _EXTRAS = "extras"
-_DATA = (".distcp", ".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+_METADATA_FILE = re.compile(r"^\.metadata$|^metadata\.pkl$|^latest|\.(json|txt)$")
 
 
 class AccountBook:
@@ -63,7 +64,7 @@ class AccountBook:
                 self.left_out(path, Rule.ABOVE)
             elif entry.name.endswith(".py"):
                 self.left_out(path, Rule.DESCRIBES)
-            elif entry.nbytes and entry.name.endswith(_DATA):
+            elif entry.nbytes and not _METADATA_FILE.search(entry.name):
                 self.left_out(path, Rule.UNNAMED)
             else:
                 self.read(path, METADATA)

@@ -206,6 +206,8 @@ class _Opening:
         checkpoint.ledger = checkpoint.ledger.with_problems(*(unfinished or absent), *contradicted)
         account = self.book.account(read, self.files.files(), self.sources)
         checkpoint.ledger = replace(checkpoint.ledger, account=account)
+        unnamed = LeftOut.unnamed(found.path, account)
+        checkpoint.origin = replace(checkpoint.origin, left_out=(*checkpoint.origin.left_out, *unnamed))
         return checkpoint
 
     def _directories_above(self, path: str) -> list[str]:
@@ -246,7 +248,7 @@ class _Opening:
                 self.files.truncate(count)
                 refused.append(error)
                 names = ", ".join(error.details[:5]) or error.what
-                found.beside.append(LeftOut(part.directory, f"{part.label} is left out: {names}"))
+                found.beside.append(LeftOut(part.directory, f"{part.label} is left out: {names}", refused=True))
         if refused and all(part.auxiliary for part in read):
             raise refused[0]
         return read
@@ -322,12 +324,17 @@ class _Opening:
 
 
 def _unfinished(entry: Entry, checkpoint: Checkpoint) -> Problem | None:
-    """The fatal problem of a directory or a file of a part that is empty; None if the part is there after all."""
+    """The fatal problem of a directory or a file of a part that is empty, or in no format that is read; None if the
+    part is there after all.
+    """
     section = section_of_name(entry.name) or Section.EXTRA
-    content = {Section.MODEL: checkpoint.model, Section.OPTIM: checkpoint.optim}.get(section)
-    if content is not None or (section is Section.EXTRA and stem_of(entry.name) in checkpoint.extra):
+    has_bytes = not entry.directory and entry.nbytes > 0
+    is_there = stem_of(entry.name) in checkpoint.extra or has_bytes
+    if is_there if section is Section.EXTRA else checkpoint.has(section):
         return None
     message = f"{entry.path} is empty: the save of this part did not finish, or it was not copied"
+    if has_bytes:
+        message = f"{entry.path} has the name of the {section}, which is nowhere else, and is in no format that is read"
     return Problem("missing-section", message, file=entry.path, section=section)
 
 

@@ -22,7 +22,6 @@ from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.readers.protocol import KeyPath
 
 _STATE, _GROUPS = "state", "param_groups"
-_SEARCH_DEPTH = 6  # the deepest known producer (composer: state.optimizers.<Class>) needs 3
 _SEARCH_WIDTH = 64  # lists with more items hold parameters or extras, not sections
 # State names of torch.optim; only needed to recognise a ``state`` alone, under a name that does not show what it is.
 _STATE_NAMES = frozenset(
@@ -64,10 +63,9 @@ def containers(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dic
             children = value.items()
     elif isinstance(value, list) and len(value) <= _SEARCH_WIDTH:
         children = enumerate(value)
-    if len(path) < _SEARCH_DEPTH:
-        for key, child in children:
-            if isinstance(child, (dict, list)):
-                yield from containers(child, (*path, key))
+    for key, child in children:
+        if isinstance(child, (dict, list)):
+            yield from containers(child, (*path, key))
 
 
 def is_flattened(value: Mapping[Key, Value]) -> bool:

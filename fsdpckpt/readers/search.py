@@ -46,7 +46,8 @@ def is_numbered(name: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Listing:
     """One directory. ``parts``: the containers that readers claimed; ``subdirectories``: those that no part needs;
-    ``left_out``: the files that are in no part; ``empty_files``: those without bytes that have the name of a part.
+    ``left_out``: the files that are in no part; ``unread_parts``: those that have the name of one;
+    ``named_step``: whether a ``latest`` file names the step that the parts are in.
     """
 
     path: str
@@ -54,7 +55,8 @@ class Listing:
     parts: tuple[Part, ...]
     subdirectories: tuple[Entry, ...]
     left_out: tuple[str, ...]
-    empty_files: tuple[Entry, ...] = ()
+    unread_parts: tuple[Entry, ...] = ()
+    named_step: bool = False
 
 
 @dataclass(slots=True)
@@ -134,7 +136,7 @@ class Search:
             if only is not None:
                 return only
         if listing.parts:
-            return self._apart_from_steps(self._with_parts_below(listing, numbered, others))
+            return self._apart_from_steps(listing, self._with_parts_below(listing, numbered, others))
         searches, refused = self._search_each(numbered)
         searches += [self.find(entry.path) for entry in others]
         below = [search for search in searches if search is not None]
@@ -147,6 +149,10 @@ class Search:
         if len(below) == 1 and MANIFEST not in listing.names and recognise(listing.names) is None:
             only = below[0]
             only.only = True
+            above = Found(path, listing.names, [], list(listing.left_out))
+            above.enter_left_out()
+            only.beside += above.beside
+            only.unfinished += listing.unread_parts
             self._add_unfinished_beside(only, listing, numbered, others)
             return only
         if sum(1 for entry in numbered if any(_is_in(search.path, entry.path) for search in below)) > 1:
@@ -197,10 +203,12 @@ class Search:
         parts = _side_parts(names, files, self._sources)
         self._book.claimed(files.pop(part.name) for part in parts)
         unwanted: list[str] = []
+        named_step = False
         for claim_directory in (claim_foreign, *(reader.recognise_directory for reader in READERS)):
             claim = claim_directory(path, files, self._options, self._sources)
             parts += claim.parts
             unwanted += claim.left_out
+            named_step |= any(map(is_numbered, claim.directories))
             claimed = [files[name] for name in files if name in claim.names]
             claimed += [entry for entry in directories if entry.name in claim.directories]
             self._book.claimed(claimed)
@@ -210,8 +218,8 @@ class Search:
             files = {name: entry for name, entry in files.items() if name not in claim.names}
         self._enter_unclaimed(path, names, exports, files, hidden, linked)
         left_out = (*sorted(exports), *(f"{entry.name}/" for entry in hidden), *files, *unwanted)
-        empty = (entry for name, entry in files.items() if not entry.nbytes and _PART_FILE.search(name))
-        return Listing(path, names, tuple(parts), tuple(directories), left_out, tuple(empty))
+        unread = (entry for name, entry in files.items() if _PART_FILE.search(name) and not name.startswith("."))
+        return Listing(path, names, tuple(parts), tuple(directories), left_out, tuple(unread), named_step)
 
     def _enter_unclaimed(
         self,
@@ -230,7 +238,8 @@ class Search:
         for name in exports:
             self._book.left_out(f"{above}/{name}", Rule.EXPORT)
         for name in files:
-            self._book.left_out(f"{above}/{name}", Rule.DESCRIBES if auxiliary(name) else Rule.OTHER)
+            rule = Rule.DESCRIBES if auxiliary(name) else Rule.OTHER
+            self._book.left_out(f"{above}/{name}", Rule.HIDDEN if name.startswith(".") else rule)
         for entry in hidden:
             self._book.left_out(entry.path, Rule.HIDDEN, directory=True)
         for entry in linked:
@@ -259,7 +268,7 @@ class Search:
     def _with_parts_below(self, listing: Listing, numbered: list[Entry], others: list[Entry]) -> Found:
         """The checkpoint whose parts are in this directory, and in those below it that are no others."""
         found = Found(listing.path, listing.names, list(listing.parts), list(listing.left_out))
-        found.unfinished += listing.empty_files
+        found.unfinished += listing.unread_parts
         exports = [entry for entry in others if entry.name in EXPORT_DIRECTORIES]
         below: list[Found] = []
         for entry in others:
@@ -299,12 +308,14 @@ class Search:
         found.unfinished += self._unfinished_in(others)
         return found
 
-    def _apart_from_steps(self, found: Found) -> Found:
-        """``found``, if no step of a run is beside it, or its form says how they belong together.
+    def _apart_from_steps(self, listing: Listing, found: Found) -> Found:
+        """``found``, if no step of a run is beside it, or its form says how they belong together: it is a step itself,
+        or a ``latest`` file names the one that is read.
 
         Raises SeveralCheckpointsError if nothing does.
         """
-        if not all(part.extras for part in found.parts):
+        is_step = listing.named_step or is_numbered(found.path.rstrip("/").rpartition("/")[2])
+        if not is_step and not all(part.extras for part in found.parts):
             found.steps = [entry.path for entry in self._numbered_in(found.path) if self._holds_checkpoint(entry)]
         if found.steps and not are_of_one_run(found.parts, found.steps):
             raise beside_steps(found.path, found.parts, found.steps, self._source, self._sources)

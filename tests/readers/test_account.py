@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir.account import Account, Fate, Rule
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import walk
 from fsdpckpt.readers import detect
@@ -133,7 +134,7 @@ def test_the_account_of_a_conversion_says_what_was_copied(tmp_path: Path) -> Non
     fsdpckpt.convert(source, tmp_path / "on-2", world_size=2)
     document = json.loads((tmp_path / "on-2" / "fsdpckpt.json").read_text())
     assert set(document["copied"]) == {"notes.txt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
-    assert document["left_out"] == {Rule.DESCRIBES: [".hidden"]}
+    assert document["left_out"] == {Rule.HIDDEN: [".hidden"]}
 
 
 # --- no depth at which the search ends --------------------------------------------------------------------------------
@@ -272,3 +273,56 @@ def test_two_links_to_one_directory_elsewhere_are_one(tmp_path: Path) -> None:
         (tmp_path / "run" / name).symlink_to(tmp_path / "disk" / "a")
     found = opened(tmp_path / "run")
     assert found.model is not None and found.ledger.account.of("last/x").detail == Rule.LINK  # type: ignore[union-attr]
+
+
+# --- what nothing names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["old_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0.pt.bak"])
+def test_data_that_nothing_names_is_left_out_by_a_rule_and_a_note_says_so(name: str, tmp_path: Path) -> None:
+    source = shutil.copytree(
+        GOLDEN / "deepspeed" / "zero2-fp32", tmp_path / "run", ignore=shutil.ignore_patterns("*l.pt")
+    )
+    (source / "global_step3" / name).write_bytes(b"x" * 90)
+    found = opened(source)
+    entry = found.ledger.account.of(f"global_step3/{name}")
+    assert entry is not None and (entry.fate, entry.detail) == (Fate.LEFT_OUT, Rule.UNNAMED)
+    assert f"{Rule.UNNAMED}: global_step3/{name}" in [note.message for note in found.notes]
+
+
+@pytest.mark.parametrize("name", ["optim.pkl", "optimizer.bin"])
+def test_a_file_named_as_the_optimizer_that_no_reader_reads_is_no_absence(name: str, tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "model.pt")
+    (tmp_path / name).write_bytes(pickle.dumps({"state": {}}))
+    (problem,) = opened(tmp_path).problems
+    assert problem.fatal and problem.section is Section.OPTIM and "in no format that is read" in problem.message
+    with pytest.raises(SourceIncompleteError):
+        fsdpckpt.convert(tmp_path, tmp_path.with_suffix(".pt"))
+    fsdpckpt.convert(tmp_path, tmp_path.with_suffix(".pt"), only="model")
+    save({"optimizer": OPTIMIZER}, tmp_path / "trained.pt")
+    assert opened(tmp_path).problems == (), "the optimizer is elsewhere: this file is something else"
+
+
+def test_what_lies_above_the_one_checkpoint_is_in_a_note(tmp_path: Path) -> None:
+    put({"model": MODEL}, tmp_path / "run" / "ckpt")
+    (tmp_path / "run" / "weights.bin").write_bytes(b"x" * 50)
+    (tmp_path / "run" / ".lock").write_text("x")
+    found = opened(tmp_path / "run")
+    assert [left.names for left in found.origin.left_out] == [(".lock", "weights.bin")]
+    assert found.ledger.account.of(".lock").detail == Rule.HIDDEN  # type: ignore[union-attr]
+
+
+def test_a_refused_file_beside_the_checkpoint_is_no_secret_of_verify(tmp_path: Path) -> None:
+    save(MODEL, tmp_path / "model.pt")
+    save({"args": Path("x"), "hook": print, "optimizer": OPTIMIZER}, tmp_path / "trainer.pt")
+    assert any("trainer.pt is left out" in note for note in fsdpckpt.verify(tmp_path).notes)
+
+
+@pytest.mark.parametrize("depth", [3, 9, 40])
+def test_sections_are_found_at_any_depth_of_a_file(depth: int, tmp_path: Path) -> None:
+    content: dict[str, Any] = {"model": MODEL, "optimizer": OPTIMIZER}
+    for level in range(depth):
+        content = {f"level{level}": content, "epoch": level}
+    save(content, tmp_path / "all.pt")
+    found = opened(tmp_path)
+    assert found.model is not None and list(found.model.params) == ["w"] and found.optim is not None

@@ -378,12 +378,12 @@ def test_a_key_that_one_rank_lacks_is_reported(four: Path) -> None:
             four / "model_2.pt", lambda state: (state["model"].pop("a.weight"), state.pop("buffer"), state.pop("epoch"))
         )
     tree, _ = read_without_coverage(four)
-    assert {(problem.kind, problem.key, problem.fatal) for problem in tree.problems} == {
+    assert {(problem.kind, problem.key, problem.fatal) for problem in tree.missing.values()} == {
         ("missing-key", "model.a.weight", True),
         ("missing-key", "buffer", False),
         ("missing-key", "epoch", False),
     }
-    assert all("rank 2" in problem.message for problem in tree.problems)
+    assert all("rank 2" in problem.message for problem in tree.missing.values())
 
 
 def test_a_key_that_only_a_later_rank_has_counts(four: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_key_that_only_a_later_rank_has_counts(four: Path) -> None:
         change(four / "model_3.pt", lambda state: state.update(late=numbered(2)))
     tree, found = read(four)
     assert found["late"] == held(numbered(2), ())
-    (problem,) = tree.problems
+    (problem,) = tree.missing.values()
     assert (problem.kind, problem.key, problem.fatal) == ("missing-key", "late", False)
     assert "ranks 0, 1, 2" in problem.message
 

@@ -53,8 +53,8 @@ def adapt(draft: Draft, decision: Decision) -> Draft:
 def _take_files(draft: Draft, decision: Decision, _: Flavor, __: Form) -> Draft:
     """Take the files that are copied; they list anew what of those beside the source is left out."""
     checkpoint, copied = draft.checkpoint, decision.side_files
-    below = f"{checkpoint.origin.directory.rstrip('/')}/"
-    left_out = tuple(each for each in checkpoint.origin.left_out if _is_left_out(each, below, copied))
+    own = checkpoint.origin.directory.rstrip("/")
+    left_out = tuple(each for each in checkpoint.origin.left_out if _is_left_out(each, own, copied))
     origin = replace(checkpoint.origin, left_out=left_out)
     with_files = replace(checkpoint, files=(*checkpoint.files, *copied.sources), origin=origin)
     return replace(draft, checkpoint=with_files, side_files=copied.files)
@@ -184,13 +184,13 @@ def _with_placed_extras(
     return checkpoint
 
 
-def _is_left_out(left_out: LeftOut, below: str, copied: SideFiles) -> bool:
-    """Whether what was left out while reading is not in the target either: it is in a directory ``below`` that of the
-    checkpoint, and not ``copied``.
+def _is_left_out(left_out: LeftOut, own: str, copied: SideFiles) -> bool:
+    """Whether what was left out while reading is not in the target either, and nothing else says so: it is not in the
+    checkpoint's ``own`` directory, or was refused, and is not ``copied``.
     """
     places = [f"{left_out.directory}/{name}".rstrip("/") for name in left_out.names]
     from_there = any(path == place or path.startswith(f"{place}/") for path in copied.copied for place in places)
-    return left_out.directory.startswith(below) and not from_there
+    return (left_out.refused or left_out.directory.rstrip("/") != own) and not from_there
 
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:
