@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceUnsupportedError
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
 from fsdpckpt.flat.units.source import is_flattened, source_units, units_like
-from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Note, Problem
 from fsdpckpt.ir.invariants import problems
+from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.listings import model_names, optimizer_names
 
@@ -39,6 +41,31 @@ def logical(
     """
     if other is not None and checkpoint.units is not None and checkpoint.units.flat and request.file is None:
         request = NOTHING_GIVEN  # what is given is for the other side
+    settle = partial(_settled, sources=sources, request=request, other=other, listing=listing)
+    main = settle(main_alone(checkpoint))
+    if not checkpoint.named:
+        return main
+    ledger = main.ledger
+    sections: list[NamedSection] = []
+    for section in checkpoint.named:
+        view = alone(checkpoint, section)
+        if view.optim is None or not is_flattened(replace(view, model=None), sources, request):
+            sections.append(section)
+            continue
+        settled = settle(view)
+        added = [note for note in settled.ledger.notes if note not in ledger.notes]
+        ledger = ledger.with_notes(*(replace(note, message=f"{section.label}: {note.message}") for note in added))
+        of_slices = {section.problem(problem) for problem in problems(view)}
+        known = tuple(problem for problem in ledger.problems if settled.optim is view.optim or problem not in of_slices)
+        ledger = replace(ledger, problems=(*known, *map(section.problem, settled.problems)))
+        sections.append(replace(section, content=settled.optim or section.content))
+    return replace(main, named=tuple(sections), beside=checkpoint.beside, ledger=ledger)
+
+
+def _settled(
+    checkpoint: Checkpoint, *, sources: Sources, request: UnitsRequest, other: Checkpoint | None, listing: bool
+) -> Checkpoint:
+    """``logical`` for a checkpoint without named sections."""
     if not is_flattened(checkpoint, sources, request):
         return checkpoint
     try:

@@ -14,8 +14,9 @@ from itertools import chain
 
 import numpy as np
 
+from fsdpckpt.flat.division import Lengths, Listed, UndividedError, divide
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
-from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_text, slice_lengths, tensor_text
+from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_by_key, lengths_text, slice_lengths, tensor_text
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Group, Optimizer, ParamKey
@@ -52,10 +53,12 @@ class Mismatch:
     """Everything in the checkpoint that contradicts the units.
 
     ``uncompared``: how many optimizer entries could not be compared, because the groups that list them are wrong.
+    ``undivided``: why nothing says which of several optimizers holds which parameter, if that is all that is wrong.
     """
 
     contradictions: tuple[str, ...]
     uncompared: int = 0
+    undivided: str | None = None
 
 
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
@@ -63,9 +66,10 @@ def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
     matching = _Matching(checkpoint, units)
     contradictions = tuple(matching.contradictions())
     if contradictions:
-        return Mismatch(contradictions, matching.uncompared)
+        undivided = matching.undivided if len(contradictions) == 1 else None
+        return Mismatch(contradictions, matching.uncompared, undivided)
     return FlatMatch(
-        replace(units, groups=matching.named_groups) if units.groups is None else units,
+        units if matching.named_groups is None else replace(units, groups=matching.named_groups),
         matching.keys,
         matching.layouts,
         matching.shard_size,
@@ -92,6 +96,7 @@ class _Matching:
         self.named_groups: tuple[tuple[str, ...], ...] | None = None
         self.proved: list[str] = []
         self.uncompared = 0
+        self.undivided: str | None = None
         self.flat_optimizer = is_sliced(checkpoint, units)
 
     def contradictions(self) -> Iterator[str]:
@@ -327,7 +332,9 @@ class _Matching:
 
     def _by_id(self, optim: Optimizer) -> Iterator[str]:
         ids = optim.in_groups()
-        names = self._groups([len(listed) for listed in ids], optim.groups or ())
+        named = all(group.names() for group in optim.groups or ())
+        shares = self.checkpoint.beside and not named and not self._lists_all(optim)
+        names = self._share(optim) if shares else self._groups([len(listed) for listed in ids], optim.groups or ())
         if isinstance(names, str):
             yield names
             return
@@ -366,6 +373,67 @@ class _Matching:
         trained = tuple(key for key in order if self._requires_grad(key))
         return [order if lengths[0] == len(order) else trained]
 
+    def _lists_all(self, optim: Optimizer) -> bool:
+        """Whether ``optim`` lists as many parameters as the model has: the others are then of other models."""
+        order = self.units.optimizer_keys()
+        return len(optim.grouped_keys()) in (len(order), sum(map(self._requires_grad, order)))
+
+    def _share(self, optim: Optimizer) -> Sequence[Sequence[str]] | str:
+        """The keys of each param group of ``optim``, one of several optimizers of the model, or why they are not
+        known.
+        """
+        every = (optim, *self.checkpoint.beside)
+        lists = [self._listed(each) for each in every]
+        recorded = [number for number, listed in enumerate(lists) if listed and self._are_recorded(listed)]
+        if recorded == [0]:
+            return self.units.groups or ()
+        left = dict.fromkeys(self.units.optimizer_keys())
+        for number, (each, listed) in enumerate(zip(every, lists, strict=True)):
+            if recorded == [number]:
+                named = list(chain(*(self.units.groups or ())))
+            else:
+                named = [] if listed else [clean(str(name)) for name in _listed_names(each)]
+            for name in named:
+                left.pop(name, None)
+        by_id = [listed for number, listed in enumerate(lists) if recorded != [number]]
+        lengths = {key: tuple(self._lengths(key).tolist()) for key in left}
+        frozen = frozenset(key for key in left if not self._requires_grad(key))
+        try:
+            found = divide(lengths, list(chain(*by_id)), frozen)
+        except UndividedError as error:
+            self.undivided = str(error)
+            return f"the units do not say which optimizer holds which parameter: {error}"
+        self.named_groups = found.names[: len(lists[0])]
+        how = "in the order of the model" if found.by_order else "which differ from all others"
+        self.proved.append(
+            f"{len(every)} optimizers share {plural(len(lengths), 'parameter')}: each was found by the lengths of its "
+            f"slices, {how}"
+        )
+        return self.named_groups
+
+    def _listed(self, optim: Optimizer) -> list[Listed]:
+        """The lengths of what each param group of ``optim`` lists; none if it gives names."""
+        if optim.key_type == "name" or all(group.names() for group in optim.groups or ()):
+            return []
+        by_key = lengths_by_key(optim, self.world_size)
+        return [[_by_rank(by_key.get(key)) for key in group] for group in optim.in_groups()]
+
+    def _are_recorded(self, lists: Sequence[Listed]) -> bool:
+        """Whether the groups of the units may be these."""
+        groups = self.units.groups
+        if groups is None or [len(group) for group in groups] != [len(listed) for listed in lists]:
+            return False
+        pairs = zip(chain(*groups), chain(*lists), strict=True)
+        return all(lengths in (None, tuple(self._lengths(key).tolist())) for key, lengths in pairs)
+
+    def _lengths(self, key: str) -> Int64Array:
+        """The number of elements each rank holds of a parameter or a flat parameter."""
+        if key in self.by_key:
+            return np.full(self.world_size, self.layouts[key].shard_numel, np.int64)
+        if key in self.sharded:
+            return np.resize(self.counts[key], self.world_size)
+        return np.full(self.world_size, self.params[key].numel, np.int64)
+
     def _requires_grad(self, key: str) -> bool:
         return self.by_key[key].requires_grad if key in self.by_key else self.params[key].requires_grad
 
@@ -385,3 +453,12 @@ class _Matching:
 
 def _missing_names(names: Iterable[str], present: Collection[str]) -> Iterator[str]:
     return (f"{name} is in the units, not in the model section" for name in names if name not in present)
+
+
+def _listed_names(optim: Optimizer) -> Sequence[ParamKey]:
+    """The names that the groups of ``optim`` give, else its keys."""
+    return [name for group in optim.groups or () for name in group.names()] or optim.grouped_keys()
+
+
+def _by_rank(lengths: Int64Array | None) -> Lengths | None:
+    return None if lengths is None else tuple(lengths.tolist())

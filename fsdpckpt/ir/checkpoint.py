@@ -180,7 +180,8 @@ class Checkpoint:
     ``files``: what ``Chunks.file`` indexes. ``extra``: what is neither model nor optimizer, under the source's own keys
     (nesting kept). ``rank_extra``: the extras of each rank if ranks saved different ones (RNG states), index = rank;
     empty otherwise. ``named``: further models and optimizers, or all of several if none is the main one;
-    ``ir.sections`` has what is done with them. ``units``: those beside the checkpoint. ``lacking``: of a checkpoint to
+    ``ir.sections`` has what is done with them. ``beside``: of a section that was taken out alone, the other optimizers
+    of its model, for what they say of its ids. ``units``: those beside the checkpoint. ``lacking``: of a checkpoint to
     write, why the target's framework does not load it until something is done by hand.
     """
 
@@ -191,6 +192,7 @@ class Checkpoint:
     extra: dict[Key, Value] = field(default_factory=dict)
     rank_extra: tuple[dict[Key, Value], ...] = ()
     named: tuple[NamedSection, ...] = ()
+    beside: tuple[Optimizer, ...] = ()
     units: Units | None = None
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
     ledger: Ledger = field(default_factory=Ledger)

@@ -46,8 +46,33 @@ def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     origin = replace(checkpoint.origin, nesting={**nesting, named.section: named.path})
     ledger = replace(checkpoint.ledger, problems=(), notes=())
     return replace(
-        checkpoint, origin=origin, model=model, optim=optim, extra={}, rank_extra=(), named=(), ledger=ledger
+        checkpoint,
+        origin=origin,
+        model=model,
+        optim=optim,
+        extra={},
+        rank_extra=(),
+        named=(),
+        beside=_beside(checkpoint, model, optim),
+        ledger=ledger,
     )
+
+
+def main_alone(checkpoint: Checkpoint) -> Checkpoint:
+    """``checkpoint`` without its named sections."""
+    if not checkpoint.named:
+        return checkpoint
+    return replace(checkpoint, named=(), beside=_beside(checkpoint, checkpoint.model, checkpoint.optim))
+
+
+def _beside(checkpoint: Checkpoint, model: ModelState | None, optim: Optimizer | None) -> tuple[Optimizer, ...]:
+    """The other optimizers of ``model``, which a checkpoint may lack."""
+    if optim is None:
+        return ()
+    named = [each for each in checkpoint.named if isinstance(each.content, Optimizer)]
+    others = [each.content for each in named if model_of(checkpoint, each) is model]
+    main = checkpoint.optim if model is checkpoint.model else None
+    return tuple(other for other in (main, *others) if isinstance(other, Optimizer) and other is not optim)
 
 
 def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | None:
@@ -89,7 +114,8 @@ def with_each_optimizer(checkpoint: Checkpoint, change: Callable[[Checkpoint], C
     for section in checkpoint.named:
         changed = change(alone(checkpoint, section)).optim if isinstance(section.content, Optimizer) else None
         named.append(section if changed is None else replace(section, content=changed))
-    return replace(change(checkpoint), named=tuple(named))
+    main = replace(checkpoint, beside=main_alone(checkpoint).beside)
+    return replace(change(main), named=tuple(named), beside=checkpoint.beside)
 
 
 def section_dict(content: ModelState | Optimizer) -> dict[Key, Value]:

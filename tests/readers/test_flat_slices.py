@@ -510,7 +510,7 @@ def test_a_second_model_of_flat_parameters_is_converted_alone(tmp_path: Path) ->
     assert "--only model:average.ema" in str(caught.value.next_step)
 
 
-def test_several_optimizers_in_slices_are_slices_and_are_converted_one_at_a_time(tmp_path: Path) -> None:
+def test_several_optimizers_in_slices_are_slices_and_need_units(tmp_path: Path) -> None:
     """GAN trainers: two optimizers in one file. As extras rank 0's slices would pass for whole tensors."""
 
     def state_of(rank: int) -> Any:
@@ -519,7 +519,7 @@ def test_several_optimizers_in_slices_are_slices_and_are_converted_one_at_a_time
     found = opened(save(tmp_path / "c", 2, state_of))
     assert [named.label for named in found.named] == ["optim:opt_d", "optim:opt_g"]
     assert [(tensor.shape, tensor.cut) for tensor in found.leaves()] == [((12,), Slices())] * 2
-    with pytest.raises(NeedsInformationError, match="flat parameters are those of one"):
+    with pytest.raises(NeedsInformationError, match="nothing says which parameters they hold"):
         fsdpckpt.convert(tmp_path / "c", tmp_path / "out.pt", to="full")
 
 

@@ -15,7 +15,7 @@ from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.sections import alone
+from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.transform.selection import NoKeyMatchesError, none_left, parameter_names
 
@@ -32,7 +32,7 @@ def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Dra
     _refuse_flattened(draft, decision)
     if decision.layout is Layout.SHARDED and opened.layout is not Layout.FLATTENED:
         opened = _with_listed_parameters(draft, decision)
-    main = take(steps, _begun(draft, replace(opened, named=())), decision)
+    main = take(steps, _begun(draft, main_alone(opened)), decision)
     if decision.layout is Layout.FLATTENED:  # a model beside the flattened one: it stays as it is
         _require_matches([main])
         return main.with_checkpoint(_promoted(replace(main.checkpoint, named=opened.named)))
@@ -198,7 +198,7 @@ def _refuse_flattened(draft: Draft, decision: Decision) -> None:
         named
         for named in opened.named
         if (to_flattened and not isinstance(named.content, ModelState))
-        or is_flattened(alone(opened, named), draft.sources, request)
+        or (isinstance(named.content, ModelState) and is_flattened(alone(opened, named), draft.sources, request))
     ]
     if flat:
         raise NeedsInformationError(

@@ -129,6 +129,15 @@ def _given_units(
             why=f"without these options, the units of {label} match every slice",
             next_step=f"drop {' and '.join(settings)}",
         )
+    if isinstance(result, Mismatch) and result.undivided is not None:
+        raise NeedsInformationError(
+            f"nothing says which parameters each of the optimizers of {checkpoint.source} holds: {result.undivided}",
+            file=checkpoint.source,
+            why="they list their parameters by id, and parameters with equally long slices look alike",
+            next_step="give units that save_units(model, optimizer) wrote with one of the optimizers: "
+            f"{flags.units('FILE')}",
+            alternative="save each optimizer by name: FSDP.optim_state_dict(model, optimizer)",
+        )
     if isinstance(result, Mismatch):
         raise SourceCorruptError(
             f"the units of {label} are not those of {checkpoint.source}",
