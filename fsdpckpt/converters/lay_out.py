@@ -75,8 +75,11 @@ def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Secti
     for section, path in PLAIN_PATHS.items():
         place = in_source.get(section)
         others = [other for each, other in in_source.items() if each is not section]
-        # Of several directories each may have had its section at the top. In one, a section would be inside of another.
-        stays = both_dcp and place is not None and not any(other[: len(place)] == place for other in others)
+        # Of several directories each may have had its section at the top. In one, a section would be inside of another;
+        # but a model's names may be at the top, beside the key of an optimizer.
+        beside = section is Section.MODEL and place == () and () not in others
+        inside = place is not None and not beside and any(other[: len(place)] == place for other in others)
+        stays = both_dcp and place is not None and not inside
         kept = path.keys and path.keys[0] in taken and place
         moved[section] = replace(path, keys=place) if place is not None and (stays or kept) else path
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
