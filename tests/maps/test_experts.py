@@ -178,6 +178,25 @@ def test_a_state_of_an_unknown_name_is_moved_only_if_shapes_prove_what_it_is(tmp
     assert str(error.value.key).endswith(".novel")
 
 
+def test_numbers_of_any_form_are_carried_and_each_parameter_has_its_own(tmp_path: Path, saved: State) -> None:
+    def change(saved: State) -> None:
+        for entry in saved["optimizer"]["state"].values():
+            entry.update(step=torch.tensor([5.0]), calls=7, momentum_buffer=None)
+
+    edited(tmp_path, saved, change)
+    convert(tmp_path, "apart.pt", "fused.pt")
+    back = torch.load(convert(tmp_path, "fused.pt", "back.pt", inverse=True))["optimizer"]["state"]
+    assert all((entry["calls"], entry["momentum_buffer"]) == (7, None) for entry in back.values())
+    assert all(torch.equal(entry["step"], torch.tensor([5.0])) for entry in back.values())
+    back["embed.weight"]["step"] += 1  # as an optimizer does
+    back["blocks.0.experts.0.gate.weight"]["step"] += 1
+    assert (
+        back["blocks.0.experts.1.gate.weight"]["step"].item()
+        == back["blocks.0.experts.0.up.weight"]["step"].item()
+        == 5
+    )
+
+
 def test_an_expert_that_is_missing_is_named(tmp_path: Path, saved: State) -> None:
     edited(tmp_path, saved, lambda state: (state["model"].pop(EXPERT.replace("2", "1")), state.pop("optimizer")))
     with pytest.raises(SourceIncompleteError) as error:

@@ -167,7 +167,8 @@ def test_tied_parameters_become_one_and_two_again(tmp_path: Path) -> None:
     entry = {"step": torch.tensor(2.0), "exp_avg": torch.randn(3, 2)}
     optimizer = {"state": {"embed": entry}, "param_groups": [{"lr": 0.1, "params": ["embed"]}]}
     torch.save({"model": {"embed": weight}, "optimizer": optimizer}, tmp_path / "one.pt")
-    fsdpckpt.convert(tmp_path / "one.pt", tmp_path / "two.pt", map=rule)
+    report = fsdpckpt.convert(tmp_path / "one.pt", tmp_path / "two.pt", map=rule)
+    assert "head is added: it is tied to embed, which has the states" in [note.message for note in report.notes]
     two = torch.load(tmp_path / "two.pt")
     assert_equal(two["model"], {"embed": weight, "head": weight})
     assert list(two["optimizer"]["state"]) == two["optimizer"]["param_groups"][0]["params"] == ["embed"]
