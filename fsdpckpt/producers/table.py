@@ -56,6 +56,7 @@ _RANKS = Form(  # use_dcp=False
     SectionPath(f"{_OPTIM}_0_rank{{rank}}.bin"),
     key_type="name",
     mesh=MeshForm("cuda"),
+    several=True,
 )
 
 _LOCAL = Form(  # the optimizer is saved by name and sharded all the same
