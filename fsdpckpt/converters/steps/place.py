@@ -36,13 +36,13 @@ def place(draft: Draft, decision: Decision) -> Draft:
     target = decision.mesh
     if target is None:
         return draft
-    checkpoint = draft.checkpoint
-    if target.note is not None:
-        checkpoint = checkpoint.noted(Note("inferred", target.note))
-    if isinstance(target.placing, Rules | LikeCheckpoint):  # they say nothing of what is not sharded
-        checkpoint = mark_sharded(checkpoint, _hints(draft.with_checkpoint(checkpoint), decision))
-    named, _ = normalise(with_written_names(draft, decision, checkpoint))
-    return draft.with_checkpoint(apply_placements(checkpoint, named, target))
+    notes = [Note("inferred", target.note)] if target.note is not None else []
+    noted = draft.checkpoint.noted(*notes)
+    # Rules, and another checkpoint, say nothing of what is not sharded.
+    needs_marks = isinstance(target.placing, Rules | LikeCheckpoint)
+    marked = mark_sharded(noted, _hints(draft, decision)) if needs_marks else noted
+    named, _ = normalise(with_written_names(draft, decision, marked))
+    return draft.with_checkpoint(apply_placements(marked, named, target))
 
 
 def shard(draft: Draft, decision: Decision) -> Draft:

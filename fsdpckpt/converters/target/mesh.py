@@ -145,9 +145,9 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
     if mesh is None:
         return options
     sizes = mesh.meshes[0].sizes
-    options = replace(options, world_size=mesh.world_size)
+    on_ranks = replace(options, world_size=mesh.world_size)
     if (options.to or source_layout) is not Layout.FLATTENED:
-        return options
+        return on_ranks
     values = {flags.placements: options.placements, flags.like: options.like}
     given = [flag for flag, value in values.items() if value is not None]
     if (
@@ -164,8 +164,8 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
             next_step=f"{flags.mesh('replicate=2,shard=4')} {flags.strategy('hybrid-shard')}, or {flags.to('sharded')}",
         )
     if len(sizes) == 1:
-        return options
-    return replace(options, strategy=Strategy.HYBRID_SHARD, shard_size=sizes[1])
+        return on_ranks
+    return replace(on_ranks, strategy=Strategy.HYBRID_SHARD, shard_size=sizes[1])
 
 
 def on_mesh(spec: Decision, source: Checkpoint, meshes: SourceMeshes, mesh: TargetMesh | None) -> Decision:
