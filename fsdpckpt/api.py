@@ -12,15 +12,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
-from fsdpckpt.command_options import (
-    DiffOptions,
-    InspectOptions,
-    KnowledgeOptions,
-    UnitsOptions,
-    VerifyOptions,
-    takes_options,
-    with_keywords,
-)
 from fsdpckpt.errors import (
     FsdpckptError,
     FsdpckptWarning,
@@ -31,6 +22,15 @@ from fsdpckpt.errors import (
 from fsdpckpt.flags import in_python
 from fsdpckpt.ir import Layout, Section, Strategy
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
+from fsdpckpt.options.commands import (
+    DiffOptions,
+    InspectOptions,
+    KnowledgeOptions,
+    UnitsOptions,
+    VerifyOptions,
+    takes_options,
+    with_keywords,
+)
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.storage.sources import Sources
 

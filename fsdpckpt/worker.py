@@ -24,8 +24,8 @@ from fsdpckpt import flags
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.target.layout import refuse_unknown_suffix
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
-from fsdpckpt.option_fields import Scope, refuse_unused
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
+from fsdpckpt.options.declare import Scope, refuse_unused
 from fsdpckpt.process import process_role, rank_from_environment, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
 

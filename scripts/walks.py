@@ -46,7 +46,7 @@ RECORDS = {
         "_Steps",
     },
 }
-VALUES = ("ir/", "converters/steps/draft", "converters/target/decision", "option_fields", "options", "flags")
+VALUES = ("ir/", "converters/steps/draft", "converters/target/decision", "options", "option_fields", "flags")
 NAMES = {
     "SRC": {
         "source",

@@ -19,12 +19,12 @@ import torch
 import fsdpckpt
 from fsdpckpt import flags
 from fsdpckpt.cli.errors import error_json, error_text
-from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.errors import FsdpckptError, Leftover, SourceIncompleteError, TargetExistsError, UsageError
 from fsdpckpt.flags import CommandFlag, Flag, Message, in_python
 from fsdpckpt.ir.checkpoint import Note, Problem
-from fsdpckpt.option_fields import Option, options_of
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
+from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
+from fsdpckpt.options.declare import Option, options_of
 from tests.cli.conftest import Run, run
 
 __all__ = ["run"]
@@ -177,7 +177,7 @@ def test_warnings_in_python_have_keywords(tmp_path: Path) -> None:
 
 # Literals that look like options of this program in a message: what shows them to Python cannot be wrong where there
 # are none. Commands stand in backticks; ``cli`` speaks to a terminal alone, and declarations are its help.
-DECLARATIONS = {"flags.py", "options.py", "command_options.py"}
+DECLARATIONS = {"flags.py", "options/convert.py", "options/commands.py"}
 OWN_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 
 
@@ -198,7 +198,7 @@ def test_no_message_has_an_option_as_text() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {option} is text: write {{flags.{option[2:].replace('-', '_')}}}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name not in DECLARATIONS and path.relative_to(PACKAGE).parts[0] != "cli"
+        if path.relative_to(PACKAGE).as_posix() not in DECLARATIONS and path.relative_to(PACKAGE).parts[0] != "cli"
         for line, option in bare_options(path.read_text(encoding="utf-8"))
     ]
     assert not found

@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 import fsdpckpt
 from fsdpckpt import api
 from fsdpckpt.cli import app
-from fsdpckpt.command_options import (
+from fsdpckpt.errors import UsageError
+from fsdpckpt.ir import Layout, dtypes
+from fsdpckpt.options import CASTABLE_DTYPES, FLAVORS, ConvertOptions, LaunchOptions, LinkMode, VerifyLevel
+from fsdpckpt.options.commands import (
     DiffOptions,
     InspectOptions,
     OutputOptions,
@@ -24,9 +27,7 @@ from fsdpckpt.command_options import (
     takes_options,
     with_keywords,
 )
-from fsdpckpt.errors import UsageError
-from fsdpckpt.ir import Layout, dtypes
-from fsdpckpt.option_fields import (
+from fsdpckpt.options.declare import (
     SIZE,
     Heading,
     OptionRecord,
@@ -37,7 +38,6 @@ from fsdpckpt.option_fields import (
     output_options,
     parse_size,
 )
-from fsdpckpt.options import CASTABLE_DTYPES, FLAVORS, ConvertOptions, LaunchOptions, LinkMode, VerifyLevel
 from fsdpckpt.producers.table import WRITABLE
 
 KEYWORDS = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "keywords"))

@@ -15,10 +15,10 @@ from typer.core import TyperCommand
 from fsdpckpt.cli import convert, diff, formats, inspect, units, verify
 from fsdpckpt.cli.errors import catch_signals, guarded
 from fsdpckpt.cli.output import Output
-from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.errors import EMPTY, UsageError
-from fsdpckpt.option_fields import SIZE, Heading, Option, OptionRecord, options_of
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
+from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
+from fsdpckpt.options.declare import SIZE, Heading, Option, OptionRecord, options_of
 from fsdpckpt.version import __version__
 
 EPILOG = """\b

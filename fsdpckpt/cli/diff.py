@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, labelled, table_lines
-from fsdpckpt.command_options import DiffOptions, keywords_of
+from fsdpckpt.options.commands import DiffOptions, keywords_of
 from fsdpckpt.text import count_text, fold, fold_notes, key_text, numbers_text, plural, rate_text, size_text, step_text
 
 if TYPE_CHECKING:

@@ -130,8 +130,8 @@ def _meant_option(error: BaseException, unknown: str) -> str | None:
     from difflib import get_close_matches
 
     from fsdpckpt.errors import to_copy
-    from fsdpckpt.option_fields import option_with_synonym
     from fsdpckpt.options import ConvertOptions
+    from fsdpckpt.options.declare import option_with_synonym
 
     meant = option_with_synonym([ConvertOptions], unknown.lstrip("-")) if sys.argv[1:2] == ["convert"] else None
     if meant is not None:

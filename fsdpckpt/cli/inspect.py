@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from fsdpckpt.cli.incomplete import show_incomplete
 from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
 from fsdpckpt.cli.run import show_run
-from fsdpckpt.command_options import InspectOptions, keywords_of
 from fsdpckpt.errors import SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError, UsageError
+from fsdpckpt.options.commands import InspectOptions, keywords_of
 from fsdpckpt.text import count_text, dtypes_text, fold_notes, key_text, names_text, plural, size_text
 
 if TYPE_CHECKING:

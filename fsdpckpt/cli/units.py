@@ -10,9 +10,9 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.output import Cell, Name, table_lines
-from fsdpckpt.command_options import UnitsOptions
 from fsdpckpt.errors import NeedsInformationError, TargetExistsError, UsageError
-from fsdpckpt.option_fields import Scope, refuse_unused
+from fsdpckpt.options.commands import UnitsOptions
+from fsdpckpt.options.declare import Scope, refuse_unused
 from fsdpckpt.text import count_text, fold, plural, shape_text
 
 if TYPE_CHECKING:

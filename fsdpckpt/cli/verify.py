@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import as_fsdpckpt_error, show_error
 from fsdpckpt.cli.output import Colour, Line, Styled, Whole, labelled
-from fsdpckpt.command_options import VerifyOptions, keywords_of
 from fsdpckpt.errors import FsdpckptError, SourceError
+from fsdpckpt.options.commands import VerifyOptions, keywords_of
 from fsdpckpt.text import fold_notes, key_text, plural, shape_text
 
 if TYPE_CHECKING:

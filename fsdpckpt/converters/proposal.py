@@ -10,8 +10,8 @@ from fsdpckpt import flags
 from fsdpckpt.converters.prepare import Prepared, prepare
 from fsdpckpt.errors import FsdpckptError, UsageError
 from fsdpckpt.flags import Message
-from fsdpckpt.option_fields import arguments_of
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.declare import arguments_of
 from fsdpckpt.producers import Flavor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.resumption import Resumption, lacking

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
-from fsdpckpt.option_fields import Scope, given
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.declare import Scope, given
 from fsdpckpt.readers.masters import has_untied_masters, with_masters
 from fsdpckpt.storage.sources import Sources
 

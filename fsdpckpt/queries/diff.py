@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdpckpt.command_options import DiffOptions
 from fsdpckpt.ir import Section, SectionName, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.options.commands import DiffOptions
 from fsdpckpt.progress import Progress
 from fsdpckpt.queries.opening import both_by_name, open_all
 from fsdpckpt.storage.sources import Sources

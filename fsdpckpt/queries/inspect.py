@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdpckpt.command_options import InspectOptions
 from fsdpckpt.describe import Description, describe
 from fsdpckpt.ir.invariants import problems
+from fsdpckpt.options.commands import InspectOptions
 from fsdpckpt.progress import Progress
 from fsdpckpt.queries.opening import by_name, open_all
 from fsdpckpt.readers.protocol import Locate

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from fsdpckpt.command_options import InspectOptions
 from fsdpckpt.execute.read_check import ReadCheck
 from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.lazy import LazyCheckpoint
+from fsdpckpt.options.commands import InspectOptions
 from fsdpckpt.queries.opening import by_name, open_all
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.elements import without_repeats

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from fsdpckpt.command_options import DiffOptions, KnowledgeOptions, VerifyOptions
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.sections import optimizers
-from fsdpckpt.option_fields import OptionRecord, options_of
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.commands import DiffOptions, KnowledgeOptions, VerifyOptions
+from fsdpckpt.options.declare import OptionRecord, options_of
 from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate, require_matches

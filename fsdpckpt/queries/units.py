@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fsdpckpt import flags
-from fsdpckpt.command_options import UnitsOptions
 from fsdpckpt.flat.units import source as of_source
 from fsdpckpt.flat.units.architectures import base_model, require_classes
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.flat.units.source import prove, units_of_base
 from fsdpckpt.ir import Strategy
+from fsdpckpt.options.commands import UnitsOptions
 from fsdpckpt.queries.opening import open_all, units_request_of
 from fsdpckpt.storage.sources import Sources
 

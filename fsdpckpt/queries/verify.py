@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.command_options import VerifyOptions
 from fsdpckpt.converters.target.form_choice import writable_flavor
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.option_fields import Scope, refuse_unused
+from fsdpckpt.options.commands import VerifyOptions
+from fsdpckpt.options.declare import Scope, refuse_unused
 from fsdpckpt.producers import Flavor
 from fsdpckpt.progress import Progress
 from fsdpckpt.queries.opening import by_name, knowledge_of, open_all

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fsdpckpt.command_options import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
-from fsdpckpt.option_fields import Heading, options_of
 from fsdpckpt.options import DTYPE, ConvertOptions, EachOptions, LaunchOptions
+from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
+from fsdpckpt.options.declare import Heading, options_of
 from tests.cli.conftest import Run
 
 RECORDS: dict[str, tuple[type, ...]] = {
@@ -77,7 +77,7 @@ def complete(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[
 def test_bash_completes_commands_and_options(complete: Callable[[str], list[str]]) -> None:
     assert complete("fsdpckpt conv") == ["convert"]
     assert complete("fsdpckpt convert --world") == ["--world-size"]
-    assert complete("fsdpckpt convert --flavor t") == ["torch_checkpointing", "torchtitan", "torchtitan-old", "trainer"]
+    assert complete("fsdpckpt convert --flavor torcht") == ["torchtitan", "torchtitan-old", "torchtune"]
 
 
 @pytest.mark.parametrize("command", sorted(RECORDS))

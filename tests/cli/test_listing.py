@@ -84,7 +84,7 @@ def on_screen(description: Description, columns: int, monkeypatch: pytest.Monkey
     """What ``inspect`` prints on a terminal of this width."""
     from fsdpckpt.cli.inspect import inspect_command
     from fsdpckpt.cli.output import Output
-    from fsdpckpt.command_options import InspectOptions
+    from fsdpckpt.options.commands import InspectOptions
 
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)

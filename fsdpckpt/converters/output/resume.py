@@ -35,8 +35,8 @@ from fsdpckpt.execute.journal import (
     run_of,
 )
 from fsdpckpt.ir.checkpoint import Note, SourceFile
-from fsdpckpt.option_fields import output_options
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.declare import output_options
 from fsdpckpt.plan import Plan
 from fsdpckpt.storage import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.hidden import journal_paths, staging_root

@@ -12,7 +12,7 @@ from fsdpckpt.ir import IdRule, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.option_fields import Scope, given
+from fsdpckpt.options.declare import Scope, given
 from fsdpckpt.producers.table import id_rule_of
 from fsdpckpt.transform.parameter_order import from_param_names
 from fsdpckpt.transform.rekey import recounted

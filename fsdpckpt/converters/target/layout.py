@@ -17,8 +17,8 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir import Container, Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.option_fields import Scope, given, refuse_unused
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.declare import Scope, given, refuse_unused
 from fsdpckpt.producers import PLAIN, Flavor, Form
 from fsdpckpt.storage.target_checks import is_empty_directory
 

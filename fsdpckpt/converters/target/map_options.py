@@ -7,8 +7,8 @@ from typing import Any
 
 from fsdpckpt.converters.target.decision import Decision, Mapping
 from fsdpckpt.ir import Container, Layout
-from fsdpckpt.option_fields import Scope, options_of
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.declare import Scope, options_of
 
 
 def with_mapping(decision: Decision) -> Decision:

@@ -1,7 +1,7 @@
 """Declares every option of ``convert`` once, for the command line, the Python API, workers and its checks.
 
-To add an option, add one field to the record of its command, with what ``option_fields.Option`` describes: nothing else
-needs an edit except the code that uses it. ``scripts/keywords`` then rewrites the types of ``fsdpckpt.convert``.
+To add an option, add one field to the record of its command, with what ``options.declare.Option`` describes: nothing
+else needs an edit except the code that uses it. ``scripts/keywords`` then rewrites the types of ``fsdpckpt.convert``.
 Imports neither numpy nor torch, since ``--help`` needs all of it.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 
 from fsdpckpt import flags
 from fsdpckpt.ir import Container, KeyType, Layout, Section, SectionName, Strategy
-from fsdpckpt.option_fields import (
+from fsdpckpt.options.declare import (
     PATH,
     SECTION,
     SECTIONS,
@@ -34,8 +34,10 @@ DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own wr
 
 # Listed, as --help imports no table of producers and dtypes; tests compare them with those.
 FLAVORS = (
-    *("plain", "accelerate", "deepspeed-universal", "fabric", "huggingface", "lightning", "lightning-model-parallel"),
-    *("torch_checkpointing", "torchtitan", "torchtitan-old", "trainer", "verl"),
+    *("plain", "accelerate", "automodel", "deepspeed-universal", "fabric", "huggingface", "lightning"),
+    *("lightning-model-parallel", "nemo-rl", "nemo-rl-v1", "olmo-core", "prime-rl", "skyrl", "slime"),
+    *("torch_checkpointing", "torchtitan", "torchtitan-old", "torchtune", "trainer", "transformers-distributed"),
+    *("veomni", "veomni-experts", "verl"),
 )
 # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
 CASTABLE_DTYPES = (

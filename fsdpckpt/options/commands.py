@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeVar
 from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import Section, SectionName, Strategy
-from fsdpckpt.option_fields import (
+from fsdpckpt.options import FLAVORS, ConvertOptions
+from fsdpckpt.options.declare import (
     ANY_SECTION,
     EVERYWHERE,
     PATH,
@@ -29,7 +30,6 @@ from fsdpckpt.option_fields import (
     options_of,
     repeatable,
 )
-from fsdpckpt.options import FLAVORS, ConvertOptions
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
