@@ -57,6 +57,9 @@ def units_command(output: Output, options: UnitsOptions) -> int:
             "--model and --config each describe a model",
             next_step="give --model to build it with its code, or --config to read its config.json and weights",
         )
+    if options.transformers_version is not None and options.config is None:
+        what = "--transformers-version has no effect: there is no --config"
+        raise UsageError(what, next_step="drop --transformers-version, or add --config DIR")
     if options.model is None:
         refuse_unused(options, Scope.LIVE_MODEL, "there is no --model")
     if options.model is None and options.config is None:

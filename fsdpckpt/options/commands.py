@@ -21,6 +21,7 @@ from fsdpckpt.options.declare import (
     ANY_SECTION,
     EVERYWHERE,
     PATH,
+    VERSION,
     Heading,
     OptionRecord,
     Scope,
@@ -192,6 +193,10 @@ class UnitsOptions(OptionRecord):
         "code of the model is run.",
         kind=PATH,
         metavar="DIR",
+    )
+    transformers_version: str | None = option(
+        "With --config: the version of transformers in the training job, for models whose parameters changed places.",
+        kind=VERSION,
     )
     wrap: tuple[str, ...] = repeatable(
         "A wrapped class ('none': only the root); may be repeated. With --config its name is enough.",

@@ -244,9 +244,13 @@ def parse_size(text: str) -> int:
 
 def _torch_version(flag: Flag, value: object) -> str:
     """``2.8``, for ``2.8``, ``2.8.1`` or ``2.13.0+cpu``."""
+    return _version(flag, value, "2.8")
+
+
+def _version(flag: Flag, value: object, example: str = "4.53") -> str:
     match = re.match(r"(\d{1,4})\.(\d{1,4})(?![\w])", str(value))
     if match is None:
-        raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag('2.8')}")
+        raise UsageError(f"{flag} takes a version", found=str(value), next_step=f"for example {flag(example)}")
     return f"{int(match[1])}.{int(match[2])}"
 
 
@@ -263,6 +267,7 @@ PATH = Kind(str, "str | os.PathLike[str]", _path, metavar="FILE")
 SIZE = Kind(str, "int | str", _size, metavar="SIZE")
 WORKERS = Kind(str, "int | str", _workers, metavar="N|gpu|auto")
 TORCH_VERSION = Kind(str, "str", _torch_version, metavar="VERSION")
+VERSION = Kind(str, "str", _version, metavar="VERSION")
 
 
 BY_TYPE = Kind(str, "", lambda _, value: value)  # the kind that the type of the field decides

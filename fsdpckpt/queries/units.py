@@ -51,6 +51,6 @@ def model_units(model: str, options: UnitsOptions) -> ResolvedUnits:
 def base_model_units(directory: str, options: UnitsOptions) -> ResolvedUnits:
     """The units of the Hugging Face model in ``directory``."""
     with Sources() as sources:
-        base = base_model(directory, sources)
+        base = base_model(directory, sources, options.transformers_version)
         require_classes(base, options.wrap)
         return units_of_base(base, options.wrap, units_request_of(options), options.source, sources)

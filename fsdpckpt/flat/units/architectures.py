@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fsdpckpt import flags
 from fsdpckpt.errors import (
@@ -24,6 +24,7 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
     UsageError,
 )
+from fsdpckpt.flags import Wording
 from fsdpckpt.flat.names import UnitPrefixes
 from fsdpckpt.flat.units.build import ROOT_ONLY, module_paths
 from fsdpckpt.ir.listing import Listing
@@ -51,7 +52,8 @@ class Architecture:
     ``parameters``: their names in the order of ``model.parameters()``, with ``{}`` for the number of a layer;
     ``optional``: those that only some configurations have. ``modules``: the paths of the modules of each class.
     ``layers``: the classes that are usually wrapped. ``tied``: a parameter, and the one that it is if embeddings are
-    tied; ``tied_by_default``: what holds if ``config.json`` does not say.
+    tied; ``tied_by_default``: what holds if ``config.json`` does not say. ``since``, ``before``: the versions of
+    transformers that build it so, None without a limit.
     """
 
     name: str
@@ -61,6 +63,21 @@ class Architecture:
     layers: tuple[str, ...]
     tied: Mapping[str, str]
     tied_by_default: bool
+    since: str | None = None
+    before: str | None = None
+
+    def is_of(self, version: str) -> bool:
+        """Whether transformers of this ``version`` builds it so."""
+        number = _number(version)
+        too_old = self.since is not None and number < _number(self.since)
+        return not too_old and (self.before is None or number < _number(self.before))
+
+    @property
+    def versions(self) -> str:
+        """``transformers before 4.47``."""
+        return (
+            f"transformers before {self.before}" if self.before is not None else f"transformers {self.since} or newer"
+        )
 
     def in_order(self, names: Iterable[str]) -> list[str]:
         """``names`` in the order of ``model.parameters()``: layers by their numbers."""
@@ -77,6 +94,10 @@ class Architecture:
             return tuple(steps)
 
         return sorted(names, key=place)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def _paths(name: str) -> Iterator[str]:
@@ -132,26 +153,34 @@ def require_classes(base: BaseModel, classes: Sequence[str]) -> None:
 
 
 @cache
-def known_architectures() -> Mapping[str, Architecture]:
-    """Every architecture of ``architectures.json``, by its name."""
+def known_architectures() -> Mapping[str, Sequence[Architecture]]:
+    """The architectures of ``architectures.json`` by name, the newest first: most have one for all versions."""
     text = resources.files("fsdpckpt.flat.units").joinpath("architectures.json").read_text(encoding="utf-8")
-    found: dict[str, Architecture] = {}
-    for name, entry in json.loads(text)["architectures"].items():
-        listed: list[str] = entry["parameters"]
-        found[name] = Architecture(
-            name=name,
-            parameters=tuple(each.removesuffix("?") for each in listed),
-            optional=frozenset(each.removesuffix("?") for each in listed if each.endswith("?")),
-            modules=entry["modules"],
-            layers=tuple(entry["layers"]),
-            tied=entry["tied"],
-            tied_by_default=entry["tied_by_default"],
-        )
+    document = json.loads(text)
+    found: dict[str, list[Architecture]] = {}
+    for entries in (document["architectures"], document["older"]):
+        for name, entry in entries.items():
+            found.setdefault(name, []).append(_of_entry(name, entry))
     return found
 
 
-def base_model(directory: str, sources: Sources) -> BaseModel:
-    """The model whose ``config.json`` and weights are in ``directory``.
+def _of_entry(name: str, entry: Mapping[str, Any]) -> Architecture:
+    listed: list[str] = entry["parameters"]
+    return Architecture(
+        name=name,
+        parameters=tuple(each.removesuffix("?") for each in listed),
+        optional=frozenset(each.removesuffix("?") for each in listed if each.endswith("?")),
+        modules=entry["modules"],
+        layers=tuple(entry["layers"]),
+        tied=entry["tied"],
+        tied_by_default=entry["tied_by_default"],
+        since=entry.get("since"),
+        before=entry.get("before"),
+    )
+
+
+def base_model(directory: str, sources: Sources, version: str | None = None) -> BaseModel:
+    """The model whose ``config.json`` and weights are in ``directory``. ``version``: of the job's transformers.
 
     Raises SourceError if they cannot be read or contradict each other, NeedsInformationError if the order of its
     parameters is not known.
@@ -165,7 +194,7 @@ def base_model(directory: str, sources: Sources) -> BaseModel:
             expected=f"the directory of a Hugging Face model: {CONFIG} and its safetensors files",
             next_step="give the directory that the training started from",
         )
-    architecture = _architecture(fields, path)
+    architecture = _architecture(fields, path, version)
     checkpoint = open_checkpoint(directory, sources=sources, locate=Locate.NOTHING)
     stored = model_names(checkpoint, directory)
     if stored is None:
@@ -207,18 +236,48 @@ def _trained(param: Parameter) -> Parameter:
     return replace(param, sharded=bool(param.shape))
 
 
-def _architecture(fields: Mapping[str, object], path: str) -> Architecture:
+class _VersionNeeded(NeedsInformationError):
+    """``layers``: of any version: the classes that are usually wrapped."""
+
+    layers: tuple[str, ...] = ()
+
+
+def _architecture(fields: Mapping[str, object], path: str, version: str | None) -> Architecture:
     named = fields.get("architectures")
     names = [str(name) for name in named] if isinstance(named, list) else []
     known = known_architectures()
-    if len(names) == 1 and names[0] in known:
-        return known[names[0]]
-    raise NeedsInformationError(
-        f"the order of the parameters of {', '.join(names) or 'this model'} is not known",
-        details=sorted(known),
+    if len(names) != 1 or names[0] not in known:
+        raise NeedsInformationError(
+            f"the order of the parameters of {', '.join(names) or 'this model'} is not known",
+            details=sorted(known),
+            file=path,
+            why="flat parameters follow model.parameters(), and weight files sort their names; fsdpckpt knows the "
+            "order of these architectures only",
+            next_step=_INSTEAD,
+        )
+    (name,) = names
+    revisions = known[name]
+    if version is None and (len(revisions) > 1 or revisions[0].before is not None):
+        # The version in config.json is that of the program that saved the base model, and not the job's.
+        needed = _VersionNeeded(
+            f"the parameters of {name} have another order or other names in other versions of transformers",
+            details=[f"known for {each.versions}" for each in revisions],
+            file=path,
+            next_step=f"add {flags.transformers_version('VERSION')} of the training job",
+        )
+        needed.layers = revisions[0].layers
+        raise needed
+    if version is None or (len(revisions) == 1 and revisions[0].since is revisions[0].before is None):
+        return revisions[0]
+    for each in revisions:
+        if each.is_of(version):
+            return each
+    raise SourceUnsupportedError(
+        f"the parameters of {name} in transformers {version} are not those of its weight files",
+        expected=" or ".join(each.versions for each in revisions),
+        found=version,
         file=path,
-        why="flat parameters follow model.parameters(), and weight files sort their names; fsdpckpt knows the order of "
-        "these architectures only",
+        why="transformers 5 keeps all experts of a layer in one parameter, and the files each expert on its own",
         next_step=_INSTEAD,
     )
 
@@ -231,20 +290,36 @@ def _differences(
     ``left_out``: parameters that the file need not have.
     """
     found: dict[str, set[tuple[str, ...]]] = {}
-    layers: dict[str, set[tuple[str, ...]]] = {}  # the numbers of the layers of each list
+    members: dict[str, set[tuple[str, ...]]] = {}  # of each list of modules: the numbers that lead to its members
     for name in shapes:
         numbers = tuple(_NUMBER.findall(name))
         found.setdefault(template(name), set()).add(numbers)
-        if numbers:
-            layers.setdefault(template(name).partition("{}")[0], set()).add(numbers)
+        for depth, path in enumerate(_lists_of(template(name)), 1):
+            members.setdefault(path, set()).add(numbers[:depth])
     for parameter in architecture.parameters:
         present = found.pop(parameter, set())
         optional = parameter in architecture.optional or parameter in left_out
-        everywhere = layers.get(parameter.partition("{}")[0], set()) if "{}" in parameter else {()}
+        lists = list(_lists_of(parameter))
+        everywhere = members.get(lists[-1], set()) if lists else {()}
         for numbers in sorted(everywhere - present if present or not optional else ()):
             yield f"there is no {parameter.format(*numbers)}"
+    for path, of_list in members.items():  # experts: each layer has as many
+        lengths = {numbers[:-1]: 0 for numbers in of_list}
+        for numbers in of_list:
+            lengths[numbers[:-1]] += 1
+        for above, length in lengths.items():
+            if length < max(lengths.values()):
+                most = max(lengths.values())
+                yield f"{path.format(*above, '*')} has {length} modules, and other layers have {most}"
     for unknown in found:
         yield f"{architecture.name} has no parameter {unknown.replace('{}', '*')}"
+
+
+def _lists_of(name: str) -> Iterator[str]:
+    """The paths in ``name``, a template, that end with the number of a module in its list."""
+    words = name.split("{}")
+    for depth in range(1, len(words)):
+        yield "{}".join(words[:depth]) + "{}"
 
 
 def units_command(reference: str | None, source: str | None, sources: Sources) -> str | None:
@@ -257,11 +332,14 @@ def units_command(reference: str | None, source: str | None, sources: Sources) -
     directory = (
         reference if sources.stat(f"{reference.rstrip('/')}/{CONFIG}") is not None else os.path.dirname(reference)
     )
+    version: list[Wording] = []
     try:
         layers = base_model(directory or ".", sources).architecture.layers
+    except _VersionNeeded as error:
+        layers, version = error.layers, [flags.transformers_version("VERSION")]
     except FsdpckptError:
         return None
-    words = [flags.config(directory or "."), *map(flags.wrap, layers)]
+    words = [flags.config(directory or "."), *map(flags.wrap, layers), *version]
     if source is not None:
         words.append(flags.from_(source))
     return flags.command("units", *words, "-o", "units.json")

@@ -74,7 +74,9 @@ def unit_rows(units: Units) -> list[object]:
 
 
 def test_the_file_is_what_the_script_writes_with_the_transformers_that_is_installed() -> None:
-    written = json.loads(SCRIPTED["TARGET"].read_text())["architectures"]
+    document = json.loads(SCRIPTED["TARGET"].read_text())
+    assert all(entry["transformers"] < entry["before"] for entry in document["older"].values())
+    written = document["architectures"]
     assert written == json.loads(SCRIPTED["render"]())["architectures"]
     assert len(written) >= 10
 
@@ -90,6 +92,7 @@ def test_the_file_is_what_the_script_writes_with_the_transformers_that_is_instal
         ("gpt2", {}),
         ("opt", {"ffn_dim": 20, "max_position_embeddings": 8, "word_embed_proj_dim": 8}),
         ("starcoder2", {**LLAMA, "use_bias": False}),
+        ("gemma2", {**LLAMA, "head_dim": 10}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "default",
 )
@@ -98,7 +101,9 @@ def test_the_units_are_those_that_fsdp_makes(
 ) -> None:
     model = built(config_of(model_type, **settings))
     model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
-    done = run("units", "--config", tmp_path / "base", *wrap_options(model), "--use-orig-params", "--json")
+    version = ("--transformers-version", transformers.__version__) if model_type == "gemma2" else ()
+    wrap = wrap_options(model)
+    done = run("units", "--config", tmp_path / "base", *wrap, *version, "--use-orig-params", "--json")
     assert done.code == 0, done.err
     units = loads(done.out.encode(), source="stdout")
     truth = units_of(wrapped_by_fsdp(model, 0, use_orig_params=True))
@@ -174,7 +179,11 @@ def test_an_export_becomes_flat_shards_by_following_the_error(
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
-        ({"architectures": ["Gemma2ForCausalLM"]}, 4, "the order of the parameters of Gemma2ForCausalLM is not known"),
+        (
+            {"architectures": ["Gemma3nForCausalLM"]},
+            4,
+            "the parameters of Gemma3nForCausalLM is not known",
+        ),
         ({"architectures": None}, 4, "is not known"),
         ({"num_hidden_layers": 3}, 3, "num_hidden_layers is 3"),
         ({"tie_word_embeddings": False}, 3, "there is no lm_head.weight"),
@@ -222,7 +231,109 @@ def test_a_class_may_be_named_with_its_module(trained: tuple[Path, Path, Path], 
 
 
 def test_layers_are_in_the_order_of_their_numbers() -> None:
-    llama = known_architectures()["LlamaForCausalLM"]
+    (llama,) = known_architectures()["LlamaForCausalLM"]
     names = [name.format(10) for name in llama.parameters] + [name.format(9) for name in llama.parameters]
     numbers = re.findall(r"layers\.(\d+)\.self_attn\.q_proj\.weight", " ".join(llama.in_order(sorted(set(names)))))
     assert numbers == ["9", "10"]
+
+
+# Models that another version of transformers builds otherwise.
+
+
+class Layer(torch.nn.Module):
+    """A Mixtral layer as transformers 4 builds it: the experts in a list, beside their gate."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.self_attn = named_linears("q_proj", "k_proj", "v_proj", "o_proj")
+        self.block_sparse_moe = named_linears("gate")
+        self.block_sparse_moe.experts = torch.nn.ModuleList(named_linears("w1", "w2", "w3") for _ in range(experts))
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+
+
+class Norm(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4))
+
+
+def named_linears(*names: str) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name in names:
+        module.add_module(name, torch.nn.Linear(4, 4, bias=False))
+    return module
+
+
+def mixtral(experts: int, layers: int = 2) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.model = named_linears()
+    model.model.embed_tokens = torch.nn.Embedding(8, 4)
+    model.model.layers = torch.nn.ModuleList(Layer(experts) for _ in range(layers))
+    model.model.norm = Norm()
+    model.lm_head = torch.nn.Linear(4, 8, bias=False)
+    return model
+
+
+def saved_base(directory: Path, model: torch.nn.Module, architecture: str) -> Path:
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    save_file(model.state_dict(), directory / "model.safetensors", {"format": "pt"})
+    config = {"architectures": [architecture], "tie_word_embeddings": False, "transformers_version": "4.53.3"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_experts_are_counted_by_layer_and_by_number(run: Run, tmp_path: Path) -> None:
+    model = mixtral(experts=11)
+    base = saved_base(tmp_path / "base", model, "MixtralForCausalLM")
+    asked = run("units", "--config", base, "--wrap", "MixtralDecoderLayer")
+    assert asked.code == 4 and "add --transformers-version VERSION" in asked.err
+    assert "known for transformers before 5.0" in asked.err
+    options = ("--wrap", "MixtralDecoderLayer", "--transformers-version", "4.53.3", "--use-orig-params", "--json")
+    done = run("units", "--config", base, *options)
+    assert done.code == 0, done.err
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    policy = ModuleWrapPolicy({Layer})
+    truth = units_of(FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True,
+                                              device_id=torch.device("cpu")))  # fmt: skip
+    assert unit_rows(loads(done.out.encode(), source="stdout")) == unit_rows(truth)
+
+
+def test_the_experts_of_transformers_5_are_no_weights_of_a_file(run: Run, tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base", mixtral(experts=2), "MixtralForCausalLM")
+    done = run("units", "--config", base, "--wrap", "MixtralDecoderLayer", "--transformers-version", "5.24")
+    assert done.code == 3 and "expected transformers before 5.0, found 5.24" in done.err
+
+
+def test_a_layer_without_one_of_its_experts_is_refused(run: Run, tmp_path: Path) -> None:
+    model = mixtral(experts=3)
+    model.get_submodule("model.layers.1.block_sparse_moe").experts = model.get_submodule(
+        "model.layers.1.block_sparse_moe.experts"
+    )[:2]  # type: ignore[index]
+    base = saved_base(tmp_path / "base", model, "MixtralForCausalLM")
+    done = run("units", "--config", base, "--wrap", "none", "--transformers-version", "4.53")
+    assert done.code == 3 and "block_sparse_moe.experts.* has 2 modules, and other layers have 3" in done.err
+
+
+def test_the_norms_of_gemma_2_are_where_the_jobs_version_has_them(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = built(config_of("gemma2", **LLAMA, head_dim=10))
+    model.save_pretrained("base")  # type: ignore[operator]
+    orders = {}
+    command = ("units", "--config", "base", "--wrap", "Gemma2DecoderLayer", "--json")
+    for version in ("4.46.3", "4.47.1", "5.24"):
+        done = run(*command, "--transformers-version", version)
+        names = [param.name for param in loads(done.out.encode(), source="stdout").units[1].params]
+        orders[version] = [name.split(".")[3] for name in names if "layernorm" in name]
+    now = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    assert orders["4.47.1"] == orders["5.24"] == now
+    assert orders["4.46.3"] == [now[0], now[2], now[3], now[1]]
+
+
+def test_a_version_says_nothing_of_a_checkpoint(run: Run, tmp_path: Path) -> None:
+    done = run("units", "--from", tmp_path, "--transformers-version", "4.46")
+    assert done.code == 2 and "--transformers-version has no effect" in done.err
+    assert run("units", "--config", tmp_path, "--wrap", "none", "--transformers-version", "new").code == 2
