@@ -397,6 +397,13 @@ MEGATRON = Flavor(
     groups_without_params=True,
 )
 
+MEGATRON_TORCH = Flavor(
+    name="megatron-torch",
+    title="Megatron-LM's --ckpt-format torch, of one rank of the model",
+    signs=(Signature((r"^model_optim_rng\.pt$",)),),
+    state=r"^(model_optim_rng|distrib_optim)\.pt$",
+)
+
 NANOTRON = Flavor(
     name="nanotron",
     title="nanotron's checkpoints",
@@ -430,7 +437,7 @@ TORCH_CHECKPOINTING = Flavor(
 FLAVORS: tuple[Flavor, ...] = (  # the first with a sign that matches wins
     TRAINER, ACCELERATE, SKYRL, VERL, LIGHTNING_MODEL_PARALLEL, LIGHTNING, FABRIC, COMPOSER, *DCP_LAYOUTS, TORCHTITAN,
     TORCHTITAN_OLD, DEEPSPEED, DEEPSPEED_UNIVERSAL, MEGATRON, TRAINER_WITHOUT_FSDP,
-    TORCH_CHECKPOINTING, NANOTRON,
+    TORCH_CHECKPOINTING, NANOTRON, MEGATRON_TORCH,
     HUGGINGFACE,
 )  # fmt: skip
 

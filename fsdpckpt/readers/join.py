@@ -76,7 +76,7 @@ def join(
     possible = not files.hold_no_slices()
     for part in parts:
         convert_slices(part.tree, part.sections, model, part.label, possible=possible)
-        problems = (_slices_of_one_rank(part), _reused_ids(part, model))
+        problems = (_slices_of_one_rank(part), _reused_ids(part, model), _states_in_buffers(part))
         part.tree.problems += [problem for problem in problems if problem is not None]
     extra, rank_extra, named, in_parts = _extras(parts)
     _require_more_than_extras(source, parts, extra)
@@ -262,6 +262,20 @@ def _evidence(parts: Sequence[ReadPart]) -> tuple[Evidence, ...]:
 def _notes(part: ReadPart) -> list[Note]:
     ids_are_text = part.tree.container is Container.DCP  # always
     return [*part.tree.notes, *part.sections.all_notes(ids_are_text=ids_are_text)]
+
+
+def _states_in_buffers(part: ReadPart) -> Problem | None:
+    """A fatal problem if ``part`` is Megatron-LM's ``distrib_optim.pt``: each of its tensors holds many parameters, and
+    the optimizer in the file beside it has no states (``DistributedOptimizer.save_parameter_state``).
+    """
+    root = part.tree.root
+    if not isinstance(root, dict) or "buckets_coalesced" not in root:
+        return None
+    message = (
+        f"{part.label} has the optimizer's states as Megatron's buffers, and only the model's code says which elements "
+        "belong to which parameter: save with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
+    )
+    return Problem("flattened", message, file=part.label, section=Section.OPTIM)
 
 
 def _problems(part: ReadPart) -> list[Problem]:
