@@ -249,7 +249,7 @@ class _Lookup:
         if word in self._names:
             return word
         cleaned = clean(word)
-        for each in (cleaned, cleaned.removeprefix(DISTRIBUTED)):
+        for each in (cleaned, cleaned.removeprefix(DISTRIBUTED), DISTRIBUTED + cleaned):
             found = self._cleaned.get(each)
             if found is not None:
                 return found

@@ -133,7 +133,8 @@ def parameter_orders(
         label = f"the units of {checkpoint.origin.units_from}" if of_checkpoint else "the units"
         orders.append(from_units(units, label).named_like(names))
     if checkpoint.optim is not None:
-        orders.append(from_param_names(checkpoint.optim, names))
+        listed_names = from_param_names(checkpoint.optim, names)
+        orders.append(listed_names.named_like(names) if listed_names is not None else None)
     keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None), parameters or ())
     scalars = checkpoint.optim is not None and has_scalars(checkpoint.optim)
     models: list[ParameterOrder | None] = []

@@ -15,7 +15,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
-from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.names import DISTRIBUTED, clean
 from fsdpckpt.ir.optimizer import MemberNumber, Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.table import Table
@@ -375,7 +375,7 @@ def _require_param_names(source: str, optim: Optimizer, names: NewKeys, order: P
         f"id {key} is {name} in param_names, {names[key]} in {order.source}"
         for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False)
         for key, name in zip(keys, listed_param_names(group) or (), strict=False)
-        if name not in (names[key], f"module.{names[key]}")
+        if name not in (names[key], f"{DISTRIBUTED}{names[key]}", str(names[key]).removeprefix(DISTRIBUTED))
     ]
     if wrong:
         raise contradicted(f"the param_names of {source} contradict {order.source}", wrong)

@@ -197,3 +197,33 @@ def test_the_name_of_a_peft_adapter_stays_where_it_is(tmp_path: Path) -> None:
     written = load(tmp_path / "b.pt")
     assert list(written["model"]) == new(in_model)
     assert list(written["optimizer"]["state"]) == new(in_optim) == written["optimizer"]["param_groups"][0]["params"]
+
+
+@pytest.mark.parametrize("in_words", ["", "module."])
+@pytest.mark.parametrize("in_model", ["", "module."])
+@pytest.mark.parametrize("names", [("actor", "critic"), ("model",)])
+def test_named_parameters_from_before_or_after_distributed_data_parallel(
+    tmp_path: Path, in_model: str, in_words: str, names: tuple[str, ...]
+) -> None:
+    """The optimizer has the names of one of both, the model those of the other; globs and rules have either."""
+    saved: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for seed, name in enumerate(names):
+        model = Model(seed)
+        named = [(f"{in_words}{key}", param) for key, param in model.named_parameters()]
+        optimizer = trained(model, [{"params": named[::-1]}])
+        saved[name] = {f"{in_model}{key}": leaf for key, leaf in model.state_dict().items()}
+        saved[f"{name}_optimizer"] = optimizer.state_dict()
+        states[name] = {key: optimizer.state[param]["exp_avg"] for key, param in model.named_parameters()}
+    torch.save(saved, tmp_path / "a.pt")
+    options = {"rename": {"body": "trunk"}, "exclude": ["head.*"]}
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", key_type="name", **options)
+    written = load(tmp_path / "b.pt")
+    for name in names:
+        kept = [key for key in saved[name] if "head" not in key]
+        assert list(written[name]) == [key.replace("body", "trunk") for key in kept]
+        state = written["optimizer" if name == "model" else f"{name}_optimizer"]["state"]
+        expected = {key: leaf for key, leaf in states[name].items() if key != "head.weight"}
+        assert sorted(state) == sorted(f"{in_model}{key}".replace("body", "trunk") for key in expected)
+        for key, leaf in expected.items():
+            assert torch.equal(state[f"{in_model}{key}".replace("body", "trunk")]["exp_avg"], leaf)

@@ -10,6 +10,7 @@ from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.names import without_module
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.transform.selection import (
     NoKeyMatchesError,
@@ -59,10 +60,13 @@ def _shared_in_units(draft: Draft) -> tuple[tuple[str, str], ...]:
 
 
 def _names_in_globs(draft: Draft) -> dict[str, tuple[str, ...]]:
-    """Each parameter with all names that a glob may match: plain, as in the source, and below its section."""
+    """Each parameter with all names that a glob may match: plain, as in the source, without the ``module.`` that all
+    have, and below its section.
+    """
     found: dict[str, tuple[str, ...]] = {}
-    for name in parameter_names(draft.checkpoint):
-        names = (name, draft.source_names.of_model(name), draft.source_names.of_optimizer(name))
+    listed = parameter_names(draft.checkpoint)
+    for name, bare in zip(listed, without_module(listed, ()), strict=True):
+        names = (name, draft.source_names.of_model(name), draft.source_names.of_optimizer(name), bare)
         below = tuple(f"{draft.place}.{each}" for each in names) if draft.place else ()
         found[name] = (*names, *below)
     return found
