@@ -129,6 +129,7 @@ _TAGS = (
     "content_md5",
     "crc32c",
     "blob_id",
+    "xet_hash",
     "mtime",
     "LastModified",
     "last_modified",

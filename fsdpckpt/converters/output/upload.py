@@ -52,6 +52,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, LinkMode, OutputScope, VerifyLevel
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import UPLOADING, is_url
+from fsdpckpt.storage.hub import HubTarget, is_repository, require_hub_place
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
 from fsdpckpt.storage.staging import InterruptedRun
 from fsdpckpt.storage.target_checks import TargetState, require_apart
@@ -124,7 +125,9 @@ class Spooled(Rename):
         self._replaced = tuple(PlannedFile(*each) for each in replaced)
         with self.group.step("open the target"):
             filesystem = self._run_watched(lambda _: filesystem_of(url)[0])
-            self._remote = RemoteTarget(url, filesystem, root, tuple(names))
+            in_one_commit = isinstance(self.group, Solo) and is_repository(filesystem, root)
+            kind = HubTarget if in_one_commit else RemoteTarget
+            self._remote = kind(url, filesystem, root, tuple(names))
         self._choose_spool(Spool.of(url, self._requested.staging))
         self.target = self._spool.path
 
@@ -147,6 +150,7 @@ class Spooled(Rename):
             state = TargetState.COMPLETE_TO_COMPARE
         with explain_why_overwrite_is_refused(self._url):
             remote = open_target(self._url, self.source, state=state)
+            require_hub_place(remote)
         if remote.interrupted:
             self._require_resumable_upload(remote, spool)
         replaced = replaced_files(find_replaceable(remote.url)) if options.overwrite and not remote.interrupted else ()

@@ -1,0 +1,89 @@
+"""Uploads to a repository of the Hugging Face Hub: all files appear with one commit, and older ones go with it.
+
+Of buckets, which have no commits, and of what several workers send, ``RemoteTarget`` keeps readers out instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
+from fsdpckpt.storage.retry import target_error, with_retries
+from fsdpckpt.storage.upload import RemoteTarget, UploadOptions
+from fsdpckpt.version import __version__
+
+
+def is_repository(filesystem: Any, path: str) -> bool:
+    """Whether ``path`` is in a repository of the Hub, not in a bucket."""
+    return type(filesystem).__name__ == "HfFileSystem" and not path.startswith("buckets/")
+
+
+def require_hub_place(remote: RemoteTarget) -> None:
+    """Raises TargetUnwritableError if ``remote`` is on the Hub, in a repository or bucket that does not exist."""
+    if type(remote.filesystem).__name__ != "HfFileSystem":
+        return
+
+    def error(cause: BaseException, url: str, action: str, attempts: int) -> FsdpckptError:
+        if not isinstance(cause, (FileNotFoundError, ValueError)):
+            return target_error(cause, url, action, attempts)
+        return TargetUnwritableError(
+            f"{url} cannot be written: its repository or bucket does not exist, or this account may not see it",
+            file=url,
+            found=str(cause).partition("\n")[0],
+            next_step="create it (hf repo create NAMESPACE/NAME), or log in (hf auth login)",
+        )
+
+    with_retries(
+        lambda: remote.filesystem.resolve_path(remote.root), url=remote.url, action="looking it up", make_error=error
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HubTarget(RemoteTarget):
+    """See ``RemoteTarget``: nothing is there before ``finish``."""
+
+    def begin(self, sizes: Mapping[str, int], upload: str) -> None:
+        """Nothing is announced: no reader sees a part of a commit."""
+
+    def send(self, files: Mapping[str, str], options: UploadOptions) -> None:
+        """The commit sends them."""
+
+    def finish(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions) -> None:
+        """Commit ``files``, and delete what is there and not among ``names``. Raises TargetUnwritableError."""
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+        where = self.filesystem.resolve_path(self.root)
+        deleted = [name for name in self.names if name not in names]
+
+        def in_repository(name: str) -> str:
+            return "/".join(filter(None, (where.path_in_repo, name)))
+
+        def commit() -> None:
+            operations: list[Any] = [CommitOperationAdd(in_repository(name), path) for name, path in files.items()]
+            operations += [CommitOperationDelete(in_repository(name)) for name in deleted]
+            self.filesystem._api.create_commit(
+                where.repo_id,
+                operations,
+                commit_message=f"fsdpckpt {__version__}",
+                repo_type=where.repo_type,
+                revision=where.revision,
+            )
+
+        silent = are_progress_bars_disabled()
+        disable_progress_bars()  # the command has its own
+        try:
+            with_retries(commit, url=self.url, action="committing it", make_error=target_error)
+        finally:
+            if not silent:
+                enable_progress_bars()
+        self.filesystem.invalidate_cache()
+        for name, path in files.items():
+            nbytes = os.path.getsize(path)
+            self._require_length(name, nbytes)
+            if options.check is not None:
+                options.check(self._url(name), path)
+            options.advance(nbytes)
