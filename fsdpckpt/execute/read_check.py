@@ -87,14 +87,19 @@ class CheckedReads:
         return _CheckedFile(source, number, self) if number in self._check.records else source
 
     def add(self, number: int, offset: int, data: memoryview) -> None:
-        """Compare ``data``, which was read from ``offset`` of the file ``number``, or keep its checksum for later."""
+        """Compare ``data`` from ``offset`` of the file ``number``, by record, or keep its checksums for later."""
         records = self._check.records[number]
-        index = int(records[0].searchsorted(offset, side="right")) - 1  # the last that begins here or before
-        if index < 0 or (number, index) in self._check.proved:
-            return
-        begin, length, _ = records[:, index].tolist()
-        if offset + len(data) > begin + length:
-            return
+        end = offset + len(data)
+        first = int(records[0].searchsorted(offset, side="right")) - 1  # the last that begins here or before
+        for index in range(max(first, 0), int(records[0].searchsorted(end, side="left"))):
+            record_begin, length, _ = records[:, index].tolist()
+            begin, stop = max(offset, record_begin), min(end, record_begin + length)
+            if begin < stop and (number, index) not in self._check.proved:
+                self._add_to_record(number, index, begin, data[begin - offset : stop - offset])
+
+    def _add_to_record(self, number: int, index: int, offset: int, data: memoryview) -> None:
+        """Compare ``data``, which is in the record ``index`` of the file, or keep its checksum for later."""
+        length = int(self._check.records[number][1, index])
         crc = crc32(data)
         if len(data) == length:
             self._require(number, index, crc)

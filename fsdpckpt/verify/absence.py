@@ -8,13 +8,16 @@ from functools import cached_property
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.optimizer import PARAMS
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.values import Value, find_value
 from fsdpckpt.producers import PLAIN
+from fsdpckpt.producers.flavors import extra_keys
+from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.leaves import Address, Leaves, Path
 from fsdpckpt.verify.measures import digest
 from fsdpckpt.verify.repeated import is_endless
+from fsdpckpt.verify.resumption import has_keys
 from fsdpckpt.verify.wrappers import is_weights_only
 
 
@@ -37,6 +40,8 @@ class Absence:
             if other is self.a:
                 return not (is_weights_only(self.a) and self._is_another_name_in_b(value))
             return section not in self._not_kept or not self._is_in_b(value)
+        if section is Section.EXTRA and path[:1] in self._foreign_to(other):
+            return False
         absent = self._absent_from_a if other is self.a else self._absent_from_b
         if section is Section.OPTIM and (path in absent or path[:2] in absent):
             return False
@@ -45,6 +50,18 @@ class Absence:
     @cached_property
     def _not_kept(self) -> frozenset[Section]:
         return _not_kept(self.a, self.b)
+
+    def _foreign_to(self, other: Checkpoint) -> set[Path]:
+        """The extras of the side that is not ``other`` whose names ``other``'s framework has for something else: there
+        it cannot have them.
+        """
+        side = self.b if other is self.a else self.a
+        flavor = flavor_named(other.flavor)
+        opens = dict(pair for form in (flavor.forms if flavor is not None else ()) for pair in form.loader_opens)
+        held = {key: find_value(side.extra, extra_keys(key)) for key in opens}
+        return {
+            extra_keys(key)[:1] for key, value in held.items() if value is not None and not has_keys(value, opens[key])
+        }
 
     @cached_property
     def _absent_from_a(self) -> set[Path]:

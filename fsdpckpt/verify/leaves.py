@@ -9,6 +9,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, walk
+from fsdpckpt.producers.table import flavor_named
 
 Path: TypeAlias = tuple[Key, ...]
 Address: TypeAlias = tuple[Section, Path, int | None]  # the last: the rank, for the extras of one rank
@@ -32,12 +33,27 @@ def leaves_of(
     if checkpoint.optim is not None:
         for path, value in _optimizer_leaves(checkpoint.optim, renamed, positions):
             leaves[Section.OPTIM, path, None] = value
+    common = _names_of_rank_files(checkpoint)
     for path, value in _walk(checkpoint.extra):
-        leaves[Section.EXTRA, path, None] = value
+        leaves[Section.EXTRA, (common.get(path[0], path[0]), *path[1:]), None] = value
     for rank, extra in enumerate(checkpoint.rank_extra):
         for path, value in _walk(extra):
             leaves[Section.EXTRA, path, rank] = value
     return leaves
+
+
+def _names_of_rank_files(checkpoint: Checkpoint) -> dict[Key, Key]:
+    """The name that the files of all ranks have in common, by that of the only one in a run of one rank: this is
+    ``random_states`` for ``random_states_0``.
+    """
+    flavor = flavor_named(checkpoint.flavor)
+    names: dict[Key, Key] = {}
+    for kind in flavor.rank_files if flavor is not None else ():
+        only = kind.name.format(rank=0).rpartition(".")[0]
+        name = kind.name.partition("{rank}")[0].rstrip("_-")
+        if only in checkpoint.extra and name not in checkpoint.extra:
+            names[only] = name
+    return names
 
 
 def _walk(value: Value) -> Iterator[tuple[Path, Value]]:

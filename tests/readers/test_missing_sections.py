@@ -155,7 +155,7 @@ def test_what_another_framework_becomes_says_what_the_trainer_would_forget(tmp_p
     accelerate(source := tmp_path / "state")
     told = [note.message for note in fsdpckpt.convert(source, tmp_path / "on-2", flavor="trainer").notes]
     lacking = [message for message in told if "the target has no" in message]
-    assert len(lacking) == 2 and "trainer starts" in lacking[0] and "trainer stops" in lacking[1]
+    assert len(lacking) == 2 and "trainer silently starts" in lacking[0] and "trainer stops" in lacking[1]
     schedule = {**SCHEDULE, "last_epoch": 3, "_last_lr": [0.25]}  # now it is one that torch's schedulers load
     torch.save(schedule, source / "scheduler.bin")
     told = [note.message for note in fsdpckpt.convert(source, tmp_path / "again", flavor="trainer").notes]

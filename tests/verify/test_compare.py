@@ -15,6 +15,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.compare import compare, only_section
 from fsdpckpt.verify.difference import Difference
@@ -304,6 +305,31 @@ def test_extras_of_each_rank_are_compared_by_rank(tmp_path: Path) -> None:
     left = raw.checkpoint({}, rank_extra=[{"rng": b"\x01"}, {"rng": b"\x02"}])
     right = raw.checkpoint({}, rank_extra=[{"rng": b"\x01"}, {"rng": b"\x03"}])
     assert changed(difference(left, right)).keys() == {"rank1.rng"}
+
+
+def test_random_states_of_the_only_rank_are_those_of_rank_0(tmp_path: Path) -> None:
+    raw = Raw(tmp_path, 1)
+    alone = with_origin(raw.checkpoint({}, extra={"random_states_0": {"step": 3}}), flavor="accelerate")
+    ranks: list[dict[Key, Value]] = [{"random_states": {"step": 3}}] * 2
+    both = with_origin(raw.checkpoint({}, extra=ranks[0], rank_extra=ranks), flavor="accelerate")
+    assert difference(alone, both).same and difference(both, alone).same
+    later = with_origin(raw.checkpoint({}, extra={"random_states_0": {"step": 4}}), flavor="accelerate")
+    counted = [entry.key for entry in difference(later, both).entries if entry.sigil != "=" and entry.counts]
+    assert counted == ["random_states.step"]
+    plain = [with_origin(each, flavor="plain") for each in (alone, both)]
+    assert not difference(*plain).same, "whose file this is, is not known"
+
+
+@pytest.mark.parametrize(("rng", "same"), [({"seed": 7}, True), ({"cpu": 1, "numpy": 2, "random": 3}, False)])
+def test_an_extra_whose_name_the_framework_has_for_something_else_cannot_be_kept(
+    rng: dict[Key, Value], same: bool, tmp_path: Path
+) -> None:
+    raw = Raw(tmp_path, 1)
+    left = with_origin(raw.checkpoint({}, extra={"rng": rng}), flavor="verl")
+    right = with_origin(raw.checkpoint({}), flavor="verl")
+    assert difference(left, right).same is same and difference(right, left).same is same
+    with Sources() as sources:
+        assert not compare(left, right, sources=sources, strict=True).same
 
 
 def test_weights_for_hugging_face_have_no_optimizer_no_extras_and_tied_weights_once(tmp_path: Path) -> None:
