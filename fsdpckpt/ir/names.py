@@ -98,7 +98,8 @@ class SourceNames:
 
     ``metadata``: the model's, without such prefixes and as it is in the source. ``leading``: the prefix of all names
     that ``model`` does not list. ``adapters``: the names in the optimizer, by the model's, of parameters whose name in
-    the model lacks that of the adapter: no option takes it away, because the live model has it.
+    the model lacks that of the adapter: no option takes it away, because the live model has it. ``optim_leading``: what
+    all names in the optimizer have before those here; None if they differ in that, or there are none.
     """
 
     model: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +107,7 @@ class SourceNames:
     metadata: tuple[Value, Value] = (None, None)
     leading: str = ""
     adapters: Mapping[str, str] = field(default_factory=dict)
+    optim_leading: str | None = None
 
     @property
     def wrapped(self) -> bool:
@@ -117,8 +119,12 @@ class SourceNames:
         return self.model.get(name, self.leading + name)
 
     def of_optimizer(self, name: str) -> str:
-        """The name that the optimizer gives a parameter; the model's name if the optimizer is keyed by id."""
-        return self.optim[name] if name in self.optim else self.of_model(name)
+        """The name that the optimizer gives a parameter, or would give one that it did not have: the model's if the
+        optimizer is keyed by id.
+        """
+        if name in self.optim:
+            return self.optim[name]
+        return self.of_model(name) if self.optim_leading is None else self.optim_leading + name
 
     def put_back_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with the names of the source in place of those without wrapper prefixes."""
@@ -284,7 +290,9 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes.append(Note("normalised", message, keys=tuple(lost)))
     adapters = {new: rows.live[old] for old, new in in_optim.items() if rows.live[old] != new}
-    names = SourceNames(of_model, of_optim, metadata, leading, adapters)
+    leads = {wrapped.removesuffix(name) if wrapped.endswith(name) else None for name, wrapped in of_optim.items()}
+    optim_leading = leads.pop() if len(leads) == 1 else None
+    names = SourceNames(of_model, of_optim, metadata, leading, adapters, optim_leading)
     return replace(checkpoint, model=model, optim=optim).noted(*notes), names
 
 

@@ -97,3 +97,21 @@ def test_flat_parameters_keep_it_under_its_next_name(tmp_path: Path, *, orig: bo
         assert sorted(optim["state"]) == sorted(names) == sorted(optim["param_groups"][0]["params"])
         for old, new in zip(KEPT, names, strict=True):
             assert torch.equal(optim["state"][new]["exp_avg"], states[old]["exp_avg"]), (source, new)
+
+
+def test_an_optimizer_spells_it_like_its_other_parameters(tmp_path: Path) -> None:
+    states = saved(tmp_path / "a.pt", "name")
+    source = load(tmp_path / "a.pt")
+    optim, (group,) = source["optimizer"], source["optimizer"]["param_groups"]
+    lead = "_orig_mod."
+    optim["state"] = {lead + name: entry for name, entry in optim["state"].items() if name != "body.bias"}
+    group["params"] = [lead + name for name in group["params"]]
+    source["model"] = {f"module.{name}": leaf for name, leaf in source["model"].items()}
+    torch.save(source, tmp_path / "a.pt")
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", exclude=["embed.*"], missing_state="zeros")
+    written = load(tmp_path / "b.pt")
+    assert list(written["model"]) == [f"module.{name}" for name in KEPT]
+    assert written["optimizer"]["param_groups"][0]["params"] == [lead + name for name in KEPT]
+    held = written["optimizer"]["state"]
+    assert sorted(held) == sorted(lead + name for name in KEPT) and not held[f"{lead}body.bias"]["exp_avg"].any()
+    assert torch.equal(held[f"{lead}head.weight"]["exp_avg"], states["head.weight"]["exp_avg"])
