@@ -313,7 +313,7 @@ class Trial:
         text = self.finish(job, target, *FULL_CHECK, *(["--resume"] if complete else []), workers=last)
         require_same(whole, target, f"{job.name}: what the next run made is not what an undisturbed run makes")
         if not complete:
-            taken = re.search(r"continued an interrupted run: ([\d.,]+ \w*) of ([\d.,]+ \w*) were there", text)
+            taken = re.search(r"continued an interrupted run: ([\d.,]+ \w*) of ([\d.,]+ \w*) were already there", text)
             if taken is None or nbytes_of(taken[1]) <= 0:
                 raise Failure(f"{job.name}: killed inside {phase}, and nothing was taken over:\n{text}")
             row.same += last == first

@@ -229,11 +229,11 @@ class Streamed(Spooled):
 
     def resume_note(self, job: Job, changed_sources: Sequence[str]) -> Note | None:
         if self._compares:
-            there = f"{self._url} was complete already: every byte was compared, nothing was uploaded"
+            there = f"{self._url} was already complete: every byte was compared, nothing was uploaded"
             return Note("resumed", there)
         if self._sent:
             count = plural(len(self._sent), "file")
-            return Note("resumed", f"continued an interrupted upload: {count} were there already")
+            return Note("resumed", f"continued an interrupted upload: {count} were already there")
         if changed_sources:
             why = f"because its source has changed ({changed_sources[0]})"
             what = f"what an interrupted run had sent to {self._url} was sent again"

@@ -201,7 +201,7 @@ def test_what_was_sent_is_not_sent_again(s3: Proxy, files: Path, staging: Path, 
     report = fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", **DCP)
     assert [s3.count("PUT", part=f"__{rank}_0.distcp") for rank in range(3)] == [0, 0, 1]
     assert [note.message for note in report.notes if note.kind == "resumed"] == [
-        "continued an interrupted upload: 2 files were there already"
+        "continued an interrupted upload: 2 files were already there"
     ]
     fsdpckpt.convert(files / "full.pt", tmp_path / "here", **DCP)
     assert content(s3, "broken/__0_0.distcp") == (tmp_path / "here" / "__0_0.distcp").read_bytes()

@@ -426,7 +426,7 @@ def test_a_file_that_is_not_a_units_file_is_never_replaced(world: World, tmp_pat
     world(2)
     path = tmp_path / "config.json"
     path.write_text('{"hidden_size": 5}')
-    with pytest.raises(TargetExistsError, match=r"config\.json exists, and is not a units file"):
+    with pytest.raises(TargetExistsError, match=r"config\.json exists and is not a units file"):
         save_units(wrapped(NESTED, Nested()), None, path)
     assert path.read_text() == '{"hidden_size": 5}'
 
