@@ -27,7 +27,7 @@ class Decision:
     mesh: TargetMesh | None = None  # of a sharded target; None for one dimension that cuts rows
     side_files: SideFiles = field(default_factory=SideFiles)  # files of the source that the framework needs beside it
     splits_param_group: bool = False  # whether ``--no-weight-decay`` makes two param groups of the only one
-    mapping: Mapping | None = None  # what ``--map`` does; the other fields are about the model that it makes
+    mapping: MapDecision | None = None  # what ``--map`` does; the other fields are about the model that it makes
     moves_schedule: bool = False  # whether the LR scheduler alone is written of the extras, to a file of its own
 
     @property
@@ -37,7 +37,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class MapDecision:
     """A map makes another model of the source. Each option about a model is about one of both."""
 
     options: ConvertOptions  # all: they name the map, and say where its numbers are

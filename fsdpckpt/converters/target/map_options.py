@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdpckpt.converters.target.decision import Decision, Mapping
+from fsdpckpt.converters.target.decision import Decision, MapDecision
 from fsdpckpt.ir import Container, Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.declare import Scope, options_of
@@ -27,7 +27,7 @@ def with_mapping(decision: Decision) -> Decision:
     before = replace(options, **later, **(unknown if of_target else {}))
     after = replace(options, **used, **({} if of_target else unknown))
     read = Decision(Layout.FULL, Container.TORCH, None, before, directory=False)
-    return replace(decision, options=after, mapping=Mapping(options, read))
+    return replace(decision, options=after, mapping=MapDecision(options, read))
 
 
 def _without_knowledge(options: ConvertOptions) -> dict[str, Any]:
