@@ -238,7 +238,8 @@ def _by_rank(
             chosen[kind.of(rank, world_size)] = by_rank[ranks[rank % len(ranks)]]
         if world_size > len(ranks):
             new, old = reused_ranks(len(ranks), world_size)
-            copied.notes.append(Note("inferred", f"{kind.name}: {new} that of {old}"))
+            files = "file" if world_size == len(ranks) + 1 else "files"
+            copied.notes.append(Note("inferred", f"{kind.name}: {new} the {files} of {old}"))
     return chosen
 
 

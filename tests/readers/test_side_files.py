@@ -88,7 +88,7 @@ def test_rank_r_gets_the_random_states_of_rank_r_modulo_the_sources(
 ) -> None:
     report = to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=world)
     said = [note.message for note in report.notes if "reuse" in note.message]
-    assert said == ["rng_state_{rank}.pth: ranks 3 and 4 reuse that of ranks 0 and 1"] * (world > 3)
+    assert said == ["rng_state_{rank}.pth: ranks 3 and 4 reuse the files of ranks 0 and 1"] * (world > 3)
     own = sorted(name for name in names(tmp_path / "out") if name.startswith("rng_state"))
     assert own == (["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)])
     for name, source in zip(own, given, strict=True):
