@@ -2,7 +2,8 @@
 
 Sources, as of August 2026: ``veomni/checkpoint/dcp_checkpointer.py``; ``olmo_core/train/checkpoint.py``;
 ``prime_rl/trainer/ckpt.py``; ``nemo_rl/utils/native_checkpoint.py``; ``nemo_automodel/components/checkpoint``;
-``slime/backends/fsdp_utils/checkpoint.py`` (up to December 2025); ``torchtune/training/checkpointing``;
+``slime/backends/fsdp_utils/checkpoint.py`` (up to December 2025); ``llamafactory/v1/core/utils/checkpoint.py``;
+``torchtune/training/checkpointing``;
 ``transformers/distributed/checkpoint.py``.
 """
 
@@ -223,6 +224,35 @@ SLIME = Flavor(
     loads="--load DIR, with {target} as its iter_000000N and N in DIR/latest_checkpointed_iteration.txt",
 )
 
+# LLaMA-Factory's own trainer (v1); its other one is that of transformers
+
+LLAMAFACTORY = Flavor(
+    name="llamafactory",
+    title="LLaMA-Factory v1 with FSDP2",
+    signs=(Signature((r"^model$", r"^optimizer$", r"^(CHECKPOINT_COMPLETE|rng_state)$"), model=()),),
+    forms=(
+        Form(
+            Layout.SHARDED,
+            Container.DCP,
+            SectionPath("model/"),
+            SectionPath("optimizer/"),
+            key_type="name",
+            small_files=(("CHECKPOINT_COMPLETE", ""),),
+        ),
+    ),
+    state=r"^(model|optimizer|CHECKPOINT_COMPLETE)$",
+    side_directories=("dataloader", "rng_state"),
+    rank_files=(RankFileName("dataloader/rank_{rank}.pt"), RankFileName("rng_state/rank_{rank}.pt")),
+    side_files=r"^(metadata\.json|scheduler\.pt)$",
+    export_directories=("hf_model",),
+    model_files="hf_model/",
+    schedules=(("scheduler",),),
+    schedule_file="scheduler.pt",
+    training_files=(r"^(scheduler\.pt|metadata\.json)$", r"^(dataloader|rng_state)(/|$)"),
+    needed=(("metadata.json", "stops: it has the step and the epoch"),),
+    loads="resume_from_checkpoint: {target}",
+)
+
 # torchtune's distributed recipes
 
 TORCHTUNE = Flavor(
@@ -269,7 +299,7 @@ TRANSFORMERS_DISTRIBUTED = Flavor(
 )
 
 DCP_LAYOUTS: tuple[Flavor, ...] = (
-    VEOMNI, VEOMNI_EXPERTS, OLMO_CORE, PRIME_RL, AUTOMODEL, NEMO_RL, NEMO_RL_V1, SLIME, TORCHTUNE,
+    VEOMNI, VEOMNI_EXPERTS, OLMO_CORE, PRIME_RL, AUTOMODEL, NEMO_RL, NEMO_RL_V1, SLIME, LLAMAFACTORY, TORCHTUNE,
     TRANSFORMERS_DISTRIBUTED,
 )  # fmt: skip
 """In the order in which they are recognised."""

@@ -103,7 +103,13 @@ def test_it_is_recognised_by_name_and_every_file_is_accounted_for(layouts: Libra
     assert all(fates.values())
     unread = {path.name for path, found in fates.items() if found is not None and found.fate is Fate.LEFT_OUT}
     described = {".metadata.json", "config.json", "config.yaml", "losses.json", "meta.json", "tokenizer_config.json"}
-    assert unread <= described | {"fsdp_config.json", "data.pt", "trainer_state.pt"}
+    assert unread <= described | {
+        "fsdp_config.json",
+        "data.pt",
+        "trainer_state.pt",
+        "metadata.json",
+        "CHECKPOINT_COMPLETE",
+    }
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -379,6 +379,45 @@ class Slime:
         return {"model_state": {"model": model}}, {"optim_state": {"optim": optimizer}}, schedule
 
 
+class LlamaFactory:
+    """``TrainingCheckpointCoordinator`` with FSDP2: the sections at the top of a directory each."""
+
+    def save(self, path: str, training: Training) -> None:
+        rank = dist.get_rank()
+        for folder in ("dataloader", "rng_state"):
+            os.makedirs(os.path.join(path, folder), exist_ok=True)
+        model, optimizer = self.content(training)
+        dcp.save(model, checkpoint_id=os.path.join(path, "model"))
+        dcp.save(optimizer, checkpoint_id=os.path.join(path, "optimizer"))
+        torch.save({"rank": rank}, os.path.join(path, "dataloader", f"rank_{rank}.pt"))
+        torch.save({"torch": torch.random.get_rng_state()}, os.path.join(path, "rng_state", f"rank_{rank}.pt"))
+        if rank == 0:
+            torch.save(training.scheduler.state_dict(), os.path.join(path, "scheduler.pt"))
+            with open(os.path.join(path, "metadata.json"), "w") as file:
+                json.dump({"global_step": STEPS, "epoch": 0, "num_training_steps": 9}, file)
+            with open(os.path.join(path, "CHECKPOINT_COMPLETE"), "w"):
+                pass
+
+    def load(self, path: str, training: Training) -> None:
+        if not os.path.exists(os.path.join(path, "CHECKPOINT_COMPLETE")):  # find_latest_checkpoint
+            raise FileNotFoundError(path)
+        with open(os.path.join(path, "metadata.json")) as file:
+            training.progress.step = json.load(file)["global_step"] + 1
+        model, optimizer = self.content(training)
+        dcp.load(model, checkpoint_id=os.path.join(path, "model"))
+        set_model_state_dict(training.model, model)
+        dcp.load(optimizer, checkpoint_id=os.path.join(path, "optimizer"))
+        set_optimizer_state_dict(training.model, training.optimizer, optimizer)
+        training.scheduler.load_state_dict(torch.load(os.path.join(path, "scheduler.pt"), weights_only=True))
+        for folder in ("dataloader", "rng_state"):
+            torch.load(os.path.join(path, folder, f"rank_{dist.get_rank()}.pt"), weights_only=False)
+
+    def content(self, training: Training) -> tuple[Any, Any]:
+        options = StateDictOptions(full_state_dict=False, cpu_offload=True)
+        model = get_model_state_dict(training.model, options=options)
+        return model, get_optimizer_state_dict(training.model, training.optimizer, options=options)
+
+
 class Transformers:
     """``transformers.distributed``: safetensors of each rank, and the optimizer's DCP directory beside them."""
 
@@ -410,13 +449,14 @@ class Transformers:
 FRAMEWORKS: dict[str, Any] = {
     "transformers": Transformers(), "veomni": VeOmni(), "veomni-experts": VeOmniExperts(), "olmo-core": OlmoCore(),
     "prime-rl": PrimeRl(), "skyrl": SkyRl(), "nemo-rl": NemoRl(), "nemo-rl-v2": NemoRlV2(), "automodel": Automodel(),
-    "automodel-torch": AutomodelTorch(), "torchtune": Torchtune(), "slime": Slime(),
+    "automodel-torch": AutomodelTorch(), "torchtune": Torchtune(), "slime": Slime(), "llamafactory": LlamaFactory(),
 }  # fmt: skip
 PLACES = {
     "transformers": "step3", "veomni": "global_step_3", "veomni-experts": "global_step_3", "olmo-core": "step3",
     "prime-rl": "step_3/trainer", "skyrl": "global_step_3/policy", "nemo-rl": "step_3/policy",
     "nemo-rl-v2": "step_3/policy",
     "automodel": "epoch_0_step_3", "automodel-torch": "epoch_0_step_3", "torchtune": "epoch_1", "slime": "iter_0000003",
+    "llamafactory": "checkpoint-3",
 }  # fmt: skip
 
 
