@@ -135,7 +135,9 @@ def parameter_orders(
     if checkpoint.optim is not None:
         listed_names = from_param_names(checkpoint.optim, names)
         orders.append(listed_names.named_like(names) if listed_names is not None else None)
-    keyed = _keyed_names(checkpoint).union(*(order.names for order in orders if order is not None), parameters or ())
+    listed = None if parameters is None else from_list(parameters, names).named_like(names)
+    told = [order.names for order in (*orders, listed) if order is not None]
+    keyed = _keyed_names(checkpoint).union(*told, parameters or ())
     scalars = checkpoint.optim is not None and has_scalars(checkpoint.optim)
     models: list[ParameterOrder | None] = []
     if reference is not None:
@@ -146,8 +148,7 @@ def parameter_orders(
     models.append(from_model(checkpoint, label, buffers, keyed=keyed, scalars=scalars))
     known = [order for order in (*models, *orders) if order is not None]
     of_model = next((order for order in known if order.ordered and order.in_model_order), None)
-    if parameters is not None:
-        listed = from_list(parameters, names).named_like(names)
+    if listed is not None:
         orders.append(_as_optimizer_lists(listed, parameter_groups, checkpoint.optim, of_model))
     if reference is not None:
         orders.extend(_of_reference(reference, checkpoint, models[0], of_model))

@@ -251,6 +251,23 @@ def test_moments_without_dimensions_are_those_of_a_parameter_without_dimensions(
     assert list(_rekeyed(two, "name", buffers=("gain",)).optim.state) == names
 
 
+@pytest.mark.parametrize("told", ["--parameters", "param_names"])
+def test_a_parameter_without_dimensions_and_states_is_one_in_distributed_data_parallel(
+    tmp_path: Path, told: str
+) -> None:
+    """The list of names, which has no ``module.``, says that it is no buffer."""
+    model = Scaled("gain")
+    named = [*model.named_parameters()]
+    optimizer = torch.optim.Adam(named if told == "param_names" else [param for _, param in named])
+    model.head(torch.rand(2, 5)).sum().backward()
+    optimizer.step()
+    weights = {f"module.{name}": leaf for name, leaf in model.state_dict().items()}
+    source = _open(tmp_path / "a.pt", {"model": weights, "optimizer": optimizer.state_dict()})
+    names = [name for name, _ in named]
+    found = _rekeyed(source, "name", **({"parameters": names} if told == "--parameters" else {}))
+    assert found.optim.in_groups() == [[f"module.{name}" for name in names]]
+
+
 def test_sorted_keys_of_safetensors_are_no_order(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
