@@ -17,7 +17,7 @@ from fsdpckpt.maps.steps import Family, Member, Values
 from fsdpckpt.maps.work import Reading, Work
 from fsdpckpt.text import plural, some_of
 
-_KEYS_IN_NOTE = 5
+_KEYS_IN_NOTE = 3
 
 
 @dataclass(frozen=True, slots=True)

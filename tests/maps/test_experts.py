@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError, UsageError
 from tests.maps import experts
 from tests.maps.experts import State
+from tests.oracle.fake import rank_file
+from tests.oracle.fake_group import as_rank, rows
 
 
 @pytest.fixture
@@ -94,6 +97,27 @@ def test_training_goes_on_with_other_tensors_as_it_would_have(tmp_path: Path, sa
     assert_equal(went_on["fused"]["model"], experts.written_out(went_on["apart"]["model"]))
     for state in ("exp_avg", "exp_avg_sq"):
         assert_equal(states(went_on["fused"], state), experts.written_out(states(went_on["apart"], state)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_rank_gets_what_fsdp2_holds_of_the_other_model(tmp_path: Path, saved: State, world_size: int) -> None:
+    convert(tmp_path, "apart.pt", "ranks", to="sharded", container="torch", world_size=world_size)
+    weights = experts.written_out(saved["model"])
+    moments = {state: experts.written_out(states(saved, state)) for state in ("exp_avg", "exp_avg_sq")}
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            model = experts.fused()
+            model.load_state_dict(weights)
+            for module in (*model.blocks, model):
+                fully_shard(module)
+            optim = rank_file(tmp_path / "ranks", "optim", world_size, rank)["state"]
+            written = rank_file(tmp_path / "ranks", "model", world_size, rank)
+            for name, held in model.state_dict().items():
+                assert written[name].placements == held.placements
+                assert torch.equal(written[name].to_local(), held.to_local()), name
+                for state, whole in moments.items():
+                    expected = rows(whole[name], rank, world_size)
+                    assert torch.equal(optim[name][state].to_local(), expected), name
 
 
 def test_the_record_says_which_map_made_it(tmp_path: Path, saved: State) -> None:
