@@ -193,7 +193,8 @@ class FileTable:
     def truncate(self, count: int) -> None:
         """Remove all files but the first ``count``."""
         for file in self._files[count:]:
-            del self._ids[file.path]
+            if isinstance(file, Stored):
+                del self._ids[file.path]
         del self._files[count:]
 
 

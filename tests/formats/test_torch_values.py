@@ -20,7 +20,7 @@ from fsdpckpt.errors import (
     SourceUnsafeError,
     SourceUnsupportedError,
 )
-from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance
+from fsdpckpt.formats.pickle import StubInstance, arguments_of, instance_class
 from fsdpckpt.formats.torch import load_torch
 from fsdpckpt.formats.torch.distributed import Cut, DistributedParser
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, Mesh, MeshParser
@@ -364,20 +364,28 @@ def mesh_of(**attributes: Any) -> Mesh:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"axes": (stub(shape=(2,), stride=(3,)), stub(shape=(3,), stride=(1,)))},  # torch 2.13
-        {"shape": (2, 3), "stride": (3, 1)},
-        {ARGUMENTS: ((2, 3), (3, 1))},
+        stub(axes=(stub(shape=(2,), stride=(3,)), stub(shape=(3,), stride=(1,)))),  # torch 2.13
+        stub(shape=(2, 3), stride=(3, 1)),
+        instance_class("torch.distributed._mesh_layout", "_MeshLayout")((2, 3), (3, 1)),
     ],
 )
-def test_layouts_of_every_version_say_the_same_mesh(layout: dict[str, Any]) -> None:
+def test_layouts_of_every_version_say_the_same_mesh(layout: StubInstance) -> None:
     mesh = mesh_of(
-        _layout=stub(**layout),
+        _layout=layout,
         _flatten_rank_map=tuple(range(6)),
         _coordinate_on_dim=[1, 0],
         _device_type="cuda",
         _mesh_dim_names=("dp", "tp"),
     )
     assert mesh == Mesh((2, 3), tuple(range(6)), (1, 0), 3, tuple(range(6)), "cuda", ("dp", "tp"), nesting=(0, 1))
+
+
+def test_what_a_class_is_made_with_is_none_of_its_attributes() -> None:
+    layout = instance_class("torch.distributed._mesh_layout", "_MeshLayout")((2, 3), (3, 1))
+    assert (arguments_of(layout), vars(layout)) == (((2, 3), (3, 1)), {})
+    assert arguments_of(stub(arguments=(1, 2))) == () == arguments_of((1, 2)), (
+        "an attribute of that name is another thing"
+    )
 
 
 @pytest.mark.parametrize(

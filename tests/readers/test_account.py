@@ -25,6 +25,7 @@ from fsdpckpt.ir.values import walk
 from fsdpckpt.readers import detect
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.parts import ReadPart
+from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import opened
 from tests.readers.test_missing_sections import OPTIMIZER, trainer
@@ -273,6 +274,15 @@ def test_two_links_to_one_directory_elsewhere_are_one(tmp_path: Path) -> None:
         (tmp_path / "run" / name).symlink_to(tmp_path / "disk" / "a")
     found = opened(tmp_path / "run")
     assert found.model is not None and found.ledger.account.of("last/x").detail == Rule.LINK  # type: ignore[union-attr]
+
+
+def test_a_part_that_is_given_up_takes_its_files_and_bytes_of_ours_with_it() -> None:
+    table = FileTable()
+    kept = table.add("model.pt", 10)
+    for _ in range(2):  # its numbers are given again
+        assert (table.add_inline(b"1234"), table.add("optimizer.pt", 20)) == (1, 2)
+        table.truncate(1)
+    assert [file.path for file in table.files()] == ["model.pt"] and table.add("model.pt", 10) == kept
 
 
 # --- what nothing names -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import numpy as np
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
 from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, ItemLocation, StoredChunks, is_inside
 from fsdpckpt.formats.dcp.records import CHUNK, ITEM, Entry, MetadataRuns, scan_metadata
-from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance, instance_class, load, stub_for
+from fsdpckpt.formats.pickle import StubInstance, instance_class, load, state_of, stub_for
 from fsdpckpt.formats.pickle.allowlist import STORAGE_MODULES
 from fsdpckpt.formats.pickle.check import MAX_DEPTH
 from fsdpckpt.formats.pickle.operands import NotScannedError
@@ -354,7 +354,7 @@ class _Parser:
 
     def _dtype(self, key: str, properties: object) -> DType:
         fields = getattr(properties, "__dict__", {})
-        state = fields.get(ARGUMENTS, (None,))[0]
+        state = state_of(properties)
         # (dtype, layout, requires_grad, memory_format, pin_memory): TensorProperties.__getstate__
         dtype = state[0] if isinstance(state, tuple) and state else fields.get("dtype")
         if isinstance(state, dict):

@@ -1,5 +1,13 @@
 """Pickles, read without executing anything of them, and written."""
 
-from fsdpckpt.formats.pickle.loader import ARGUMENTS, StubInstance, as_object, instance_class, load, stub_for
+from fsdpckpt.formats.pickle.loader import (
+    StubInstance,
+    arguments_of,
+    as_object,
+    instance_class,
+    load,
+    state_of,
+    stub_for,
+)
 
-__all__ = ["ARGUMENTS", "StubInstance", "as_object", "instance_class", "load", "stub_for"]
+__all__ = ["StubInstance", "arguments_of", "as_object", "instance_class", "load", "state_of", "stub_for"]

@@ -280,22 +280,37 @@ class StubInstance(metaclass=_StubClass):
 
 
 class _StubWithArguments(StubInstance):
-    """A StubInstance whose class is made with arguments (a NamedTuple): they are the attribute ``ARGUMENTS``."""
+    """A StubInstance whose class is made with arguments (a NamedTuple). They are no attribute of the pickle's."""
+
+    __slots__ = ("arguments",)
+    arguments: tuple[object, ...]
 
     def __new__(cls, *arguments: object) -> _StubWithArguments:
         made = object.__new__(cls)
-        vars(made)[ARGUMENTS] = arguments
+        made.arguments = arguments
         return made
 
 
 class _StubWithState(StubInstance):
-    """A StubInstance whose state is not a dict of attributes, and is not needed."""
+    """A StubInstance whose state is not a dict of attributes."""
+
+    __slots__ = ("state",)
+    state: object
 
     def __setstate__(self, state: object) -> None:
-        vars(self)[ARGUMENTS] = (state,)
+        self.state = state
 
 
-ARGUMENTS = ""  # no class has an attribute of this name
+def arguments_of(value: object) -> tuple[object, ...]:
+    """What the class of ``value`` was made with; () for any other value."""
+    return value.arguments if isinstance(value, _StubWithArguments) else ()
+
+
+def state_of(value: object) -> object:
+    """The state that ``value`` was given in place of attributes; None without one."""
+    return getattr(value, "state", None) if isinstance(value, _StubWithState) else None
+
+
 _INSTANCE_MODULES = (
     "torch.distributed._shard",
     "torch.distributed._tensor",
@@ -322,7 +337,7 @@ def instance_class(module: str, name: str) -> _StubClass:
 def as_object(part: StubInstance) -> Object:
     """``part`` as an Object, a value by itself."""
     attributes = cast("dict[Key, Value]", dict(vars(part)))
-    arguments = attributes.pop(ARGUMENTS, ())
+    arguments = (part.state,) if isinstance(part, _StubWithState) and hasattr(part, "state") else arguments_of(part)
     function = type(part).function
     return Object(
         function, cast("tuple[Value, ...]", arguments), new=True, state=attributes, has_state=bool(attributes)

@@ -15,7 +15,7 @@ from operator import mul
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance
+from fsdpckpt.formats.pickle import StubInstance, arguments_of
 from fsdpckpt.formats.torch.mesh import (
     MAX_RANKS,
     FileParser,
@@ -288,7 +288,7 @@ class DistributedParser(FileParser):
             return None
         order: dict[int, tuple[int, ...]] = {}
         for entry in pickled:
-            values = attributes_of(entry).get(ARGUMENTS) if isinstance(entry, StubInstance) else entry
+            values = arguments_of(entry) if isinstance(entry, StubInstance) else entry
             dim, written = values if isinstance(values, tuple) and len(values) == 2 else (None, None)
             mesh_dims = as_int_tuple(written)
             if type(dim) is not int or mesh_dims is None:

@@ -16,7 +16,7 @@ from typing import NoReturn, cast
 import numpy as np
 
 from fsdpckpt.errors import damaged
-from fsdpckpt.formats.pickle import ARGUMENTS, StubInstance
+from fsdpckpt.formats.pickle import StubInstance, arguments_of
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
@@ -198,8 +198,8 @@ class MeshParser(FileParser):
     def _axes(self, layout: object, key: str) -> list[list[int]]:
         """For each mesh dimension the steps into the rank map for its indexes."""
         attributes = attributes_of(layout)
-        arguments = attributes.get(ARGUMENTS)
-        if isinstance(arguments, tuple) and len(arguments) == 2:
+        arguments = arguments_of(layout)
+        if len(arguments) == 2:
             attributes = {"shape": arguments[0], "stride": arguments[1]}
         pairs: list[tuple[object, object]] = []
         flat = attributes.get("axes")
