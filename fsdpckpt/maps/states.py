@@ -110,7 +110,11 @@ def _mapped_state(
         name = use.sources[member]
         if isinstance(leaf, Tensor) and leaf.shape == work.shape(name) and work.is_elementwise(state):
             family[member] = leaf
-        elif not _is_number(leaf) or state == BARE_VALUE or _sums_up(state, leaf, work.shape(name)):
+        elif (
+            not (_is_number(leaf) and work.is_number(state))
+            or state == BARE_VALUE
+            or _sums_up(state, leaf, work.shape(name))
+        ):
             raise work.refuse_state(name, state, "it does not have one element for each of the parameter's", use)
     if len(family) == len(leaves):
         made = work.run(use, family, state)

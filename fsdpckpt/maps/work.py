@@ -45,6 +45,7 @@ class Work:
         self._shapes = shapes
         self._targets: dict[int, list[str]] = {}
         self._proved: set[str] | None = None
+        self._several: set[str] | None = None
         self._numbers = bytearray()
 
     def files(self) -> tuple[SourceFile, ...]:
@@ -149,6 +150,18 @@ class Work:
         if self._proved is None:
             self._proved = self._proved_states()
         return state in self._proved
+
+    def is_number(self, state: str) -> bool:
+        """Whether no parameter has several elements in the state of this name: a factor of a vector may have one."""
+        if self._several is None:
+            optim = self.checkpoint.optim
+            self._several = {
+                name
+                for states in (optim.state.values() if optim is not None else ())
+                for name, leaf in states.items()
+                if isinstance(leaf, Tensor) and leaf.numel != 1
+            }
+        return state not in self._several
 
     def _proved_states(self) -> set[str]:
         proved: set[str] = set()

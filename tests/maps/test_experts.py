@@ -221,6 +221,25 @@ def test_numbers_of_any_form_are_carried_and_each_parameter_has_its_own(tmp_path
     )
 
 
+def test_a_factor_of_one_element_is_no_number(tmp_path: Path, saved: State) -> None:
+    def change(saved: State) -> None:
+        for name, entry in saved["optimizer"]["state"].items():
+            entry["factor"] = torch.ones(1 if "expert" in name else 3)
+
+    edited(tmp_path, saved, change)
+    with pytest.raises(SourceUnsupportedError) as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert str(error.value.key).endswith(".factor")
+
+
+def test_averages_of_the_weights_are_mapped_like_the_weights(tmp_path: Path, saved: State) -> None:
+    average = {name: value + 1 for name, value in saved["model"].items()}
+    torch.save({**saved, "ema": average}, tmp_path / "average.pt")
+    made = torch.load(convert(tmp_path, "average.pt", "fused.pt"))
+    assert_equal(made["model"], experts.written_out(saved["model"]))
+    assert_equal(made["ema"], experts.written_out(average))
+
+
 def test_an_expert_that_is_missing_is_named(tmp_path: Path, saved: State) -> None:
     edited(tmp_path, saved, lambda state: (state["model"].pop(EXPERT.replace("2", "1")), state.pop("optimizer")))
     with pytest.raises(SourceIncompleteError) as error:
