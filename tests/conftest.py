@@ -35,7 +35,7 @@ SLOW_FIRST = (
     "writers/test_meshes.py",
     "test_wheel.py",
     "verify/test_every_byte.py",
-    "converters/test_target_mesh.py",
+    "converters/target/test_mesh.py",
     "formats/test_dcp_runs.py",
     "execute/test_distributed_routes.py",
     "plan/test_copies.py",

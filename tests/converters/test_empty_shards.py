@@ -19,7 +19,7 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.writers import dtensor_pickle
-from tests.converters.test_target_mesh import PLACEMENTS, assert_held, save, to_ranks
+from tests.converters.target.test_mesh import PLACEMENTS, assert_held, save, to_ranks
 from tests.readers.played_ranks import as_rank, save_as_ranks
 from tests.writers.meshes import MeshCase, all_three, held, over_tp
 from tests.writers.source import same

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
-from tests.converters import test_several_meshes as experts
-from tests.converters.test_target_mesh import ODD, SIZE, assert_held, save, to_ranks
+from tests.converters.target import test_several_meshes as experts
+from tests.converters.target.test_mesh import ODD, SIZE, assert_held, save, to_ranks
 from tests.readers.played_ranks import as_rank
 from tests.writers.meshes import MeshCase, all_three, assert_equal, hsdp, net, over_tp
 

@@ -17,8 +17,8 @@ import fsdpckpt
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
+from tests.converters.target.test_mesh import assert_held, save, to_ranks
 from tests.converters.test_empty_shards import save_each, without_replicas
-from tests.converters.test_target_mesh import assert_held, save, to_ranks
 from tests.readers.played_ranks import as_rank
 from tests.writers.meshes import MeshCase, assert_equal, held, net, over_tp
 
