@@ -358,6 +358,8 @@ DEEPSPEED = Flavor(
     title="DeepSpeed's save_checkpoint",
     signs=(Signature((r"_optim_states\.pt$",)), Signature((r"^latest$", _STEP_DIRECTORY))),
     state=rf"_(optim|model)_states\.pt$|{_OF_DEEPSPEED}|{_STEP_DIRECTORY}",
+    exports=(WEIGHTS,),  # what zero_to_fp32.py makes of a step
+    exports_beside=_BY_DEEPSPEED,
     model_files="",
     schedules=(_DEEPSPEED_SCHEDULE,),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy as copy_module
+import json
 import shlex
 import shutil
 import sys
@@ -18,6 +19,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, UsageError
+from fsdpckpt.ir.account import Rule
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.deepspeed.step import PartitionError, partitions_of_groups, partitions_of_params
 from fsdpckpt.testing import WEIGHTS, ReaderContract
@@ -142,6 +144,32 @@ def test_a_run_reads_the_step_that_latest_names(tmp_path: Path) -> None:
     assert {Path(file.path).parent.name for file in checkpoint.files} == {"global_step3"}
     assert any("global_step2" in note.message for note in checkpoint.notes)
     assert opened(source / "global_step2").flavor == "deepspeed"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_zero_to_fp32_wrote_into_the_run_is_an_export_and_a_model_where_it_is_alone(
+    sharded: bool, full: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """One file or, above ``max_shard_size``, several and an index."""
+    run = copy("zero2-fp32", tmp_path)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    model = dict(full("zero2-fp32")["model"])
+    if sharded:
+        names = list(model)
+        files = {f"pytorch_model-0000{number}-of-00002.bin": names[number - 1 :: 2] for number in (1, 2)}
+        for file, of_file in files.items():
+            torch.save({name: model[name] for name in of_file}, alone / file)
+        weight_map = {name: file for file, of_file in files.items() for name in of_file}
+        (alone / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    else:
+        torch.save(model, alone / "pytorch_model.bin")
+    shutil.copytree(alone, run, dirs_exist_ok=True)
+    found = fsdpckpt.inspect(run).checkpoint
+    assert found.optim is not None and found.world_size == 2
+    account = found.ledger.account.of(next(alone.glob("*.bin")).name)
+    assert account is not None and account.detail == Rule.EXPORT
+    assert fsdpckpt.diff(alone, run, only="model").same
 
 
 def test_what_the_training_kept_beside_is_an_extra(full: Callable[[str], Any]) -> None:
