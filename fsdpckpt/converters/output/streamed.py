@@ -89,9 +89,12 @@ def _streams(request: Request) -> bool:
 
 
 def _is_directory(url: str) -> bool:
-    """Whether there are objects below ``url``."""
+    """Whether there are objects below ``url``, as far as the store says: an error is raised where it is opened."""
     with Sources() as sources:
-        entry = sources.stat(url.rstrip("/"))
+        try:
+            entry = sources.stat(url.rstrip("/"))
+        except SourceError:
+            return True
         return entry is not None and entry.directory
 
 

@@ -155,6 +155,12 @@ def test_an_older_object_is_replaced_at_once(s3: Proxy, files: Path) -> None:
     assert not any("fsdpckpt-staging" in key for key in keys(s3, ""))
 
 
+def test_a_target_that_the_store_does_not_show_is_the_targets_error(s3: Proxy, files: Path) -> None:
+    s3.fault = lambda method, path, begin: "403 AccessDenied"
+    with pytest.raises(TargetUnwritableError):
+        fsdpckpt.convert(files / "full.pt", "s3://runs/hidden.pt", overwrite=True)
+
+
 def test_readers_refuse_a_directory_as_long_as_parts_are_sent(s3: Proxy, files: Path) -> None:
     refused: list[bool] = []
 
