@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -157,7 +158,8 @@ def walk_all(checkout: Path) -> dict[str, dict[str, dict[str, int]]]:
     package, floor = Path(str(fsdpckpt.__file__)).parent, floors(checkout)
     found: dict[str, dict[str, dict[str, int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        source, target = f"{folder}/source", f"{folder}/out"
+        os.chdir(folder)  # what is done with a path may depend on what is in it
+        source, target = "walked", "written"
         for part in ("model", "optim"):
             shutil.copytree(ROOT / "tests" / "golden" / "torch-2.4" / "f1_full_dcp" / part, f"{source}/{part}")
         runs: dict[str, Callable[[], object]] = {
@@ -308,7 +310,13 @@ def main() -> int:
     walks = []
     for checkout in checkouts:
         command = [sys.executable, __file__, "--walk", str(checkout)]
-        done = subprocess.run(command, env={"PYTHONPATH": str(checkout)}, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command,
+            env={"PYTHONPATH": str(checkout), "PYTHONHASHSEED": "0"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
         walks.append(json.loads(done.stdout.splitlines()[-1]))
     print("| walk | " + " | ".join(f"{head}: rooms, climbs, returns, re-bindings" for head in heads) + " |")
     print("|---|" + "---|" * len(heads))
