@@ -136,10 +136,14 @@ def extra_keys(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RankFileName:
-    """A file that each rank has, named with ``{rank}``; ``single``: its name in a run of one rank."""
+    """A file that each rank has, named with ``{rank}``; ``single``: its name in a run of one rank.
+
+    ``needed``: whether a rank without one stops.
+    """
 
     name: str
     single: str | None = None
+    needed: bool = False
 
     def of(self, rank: int, world_size: int) -> str:
         return self.single if self.single is not None and world_size == 1 else self.name.format(rank=rank)

@@ -15,7 +15,7 @@ from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Value, find_value
-from fsdpckpt.producers import Flavor, Form, extra_keys
+from fsdpckpt.producers import Flavor, Form, RankFileName, extra_keys
 from fsdpckpt.producers.table import flavor_named, layout_of_form
 from fsdpckpt.readers.side_files import files_below, missing_file_warnings
 from fsdpckpt.storage.sources import Sources
@@ -64,7 +64,8 @@ def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | N
     form = _own_form(checkpoint, flavor)
     if form is None:
         return Resumption(flavor.name, ranks, (_other_form(checkpoint, flavor),), ())
-    missing = [*lacking(checkpoint, flavor, form, names), *_wrong_ranks(checkpoint, form, ranks)]
+    of_ranks = (*_wrong_ranks(checkpoint, form, ranks), *_missing_rank_files(flavor, form, names, ranks))
+    missing = [*lacking(checkpoint, flavor, form, names), *of_ranks]
     return Resumption(flavor.name, ranks, tuple(missing), tuple(_changes(checkpoint, flavor, form, names, ranks)))
 
 
@@ -185,6 +186,12 @@ def _missing_files(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Co
             yield f"it has no {name}"
 
 
+def _missing_rank_files(flavor: Flavor, form: Form, names: Collection[str], ranks: int) -> Iterator[str]:
+    for kind in flavor.rank_files:
+        if form.optim is not None and kind.needed and (absent := _without_file(kind, names, ranks)):
+            yield f"{absent}: no {kind.name.format(rank='N')}, without which {flavor.name} stops there"
+
+
 def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
     for key in (*(key for key, _ in form.defaults), *filter(None, [form.counter])):
         if not has_extra(checkpoint.extra, key):
@@ -221,14 +228,20 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
     if _has_rank_files(form) and devices:
         yield f"its DTensors are on a mesh of {devices} devices: a job on {form.mesh.device} cannot load them"
     for kind in flavor.rank_files:
-        absent = [rank for rank in range(ranks) if kind.of(rank, ranks) not in names]
-        saved_any = any(kind.rank_of(name) is not None or name == kind.single for name in names)
-        if absent and saved_any:
-            of_ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)}"
-            yield f"{of_ranks} of {ranks}: no {kind.name.format(rank='N')}, so random states start anew there"
+        if not kind.needed and (absent := _without_file(kind, names, ranks)):
+            yield f"{absent}: no {kind.name.format(rank='N')}, so random states start anew there"
     yield from changes_without_extras(checkpoint, flavor)
     yield from data_position_changes(checkpoint, flavor, ranks)
     yield from changes_with_ranks(flavor, names, ranks_that_saved(checkpoint, names), ranks)
+
+
+def _without_file(kind: RankFileName, names: Collection[str], ranks: int) -> str:
+    """The ranks that have no file of this kind, if others have one; "" if none lacks it, or all do."""
+    absent = [rank for rank in range(ranks) if kind.of(rank, ranks) not in names]
+    saved_any = any(kind.rank_of(name) is not None or name == kind.single for name in names)
+    if not absent or not saved_any:
+        return ""
+    return f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)} of {ranks}"
 
 
 def changes_without_extras(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:

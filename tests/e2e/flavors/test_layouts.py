@@ -119,6 +119,17 @@ def test_verify_says_that_it_resumes_and_what_is_missing_if_its_own_files_are_go
     assert not resumption(loaded[0] / name, flavor_of(name)).missing
 
 
+@pytest.mark.parametrize("name", ["veomni", "automodel"])
+def test_a_rank_without_its_file_would_stop_and_the_proposed_conversion_makes_one(
+    layouts: Library, tmp_path: Path, name: str
+) -> None:
+    said = resumption(layouts.saved / name, name, ranks=5)
+    assert any("ranks 3, 4 of 5: no " in each and "stops there" in each for each in said.missing), said.missing
+    assert said.command is not None and "--world-size 5" in said.command and not said.still_missing
+    written(layouts.saved / name, tmp_path / "on-5", world_size=5)
+    assert resumption(tmp_path / "on-5", name, ranks=5).resumes
+
+
 def test_files_with_the_state_of_a_rank_are_those_of_the_ranks_that_there_are(layouts: Library, tmp_path: Path) -> None:
     report = written(layouts.saved / "prime-rl", tmp_path / "on-5", world_size=5)
     assert sorted(path.name for path in (tmp_path / "on-5" / "dataloader").iterdir()) == [
