@@ -55,7 +55,7 @@ from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources, relative_path
-from fsdpckpt.text import bytes_text, names_text, some_of
+from fsdpckpt.text import bytes_text, some_of
 
 # A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers, hardly for more.
 _MAX_DIRECTORIES = 6
@@ -179,10 +179,7 @@ class _Opening:
         self.files.without_slices = manifest.without_slices
         read = self._read_parts(found)
         if self.options.prefer_dcp_over_exports:
-            read, exports = without_exports(read)
-            if exports:
-                message = f"not in .metadata, and left out: {names_text(exports, 6)}"
-                found.beside.append(LeftOut(found.path, message))
+            read = without_exports(read)  # the account says that nothing in the checkpoint names their files
         if self.sources.ignored:
             ignored = tuple(self.sources.ignored)
             for path, directory in self.sources.ignored.items():

@@ -142,10 +142,8 @@ def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
     }
 
 
-def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str]]:
-    """``parts`` without those that repeat a section of a DCP checkpoint in the same directory. Also returns their
-    names.
-    """
+def without_exports(parts: Sequence[ReadPart]) -> list[ReadPart]:
+    """``parts`` without those that repeat a section of a DCP checkpoint in the same directory."""
 
     def is_export(part: ReadPart) -> bool:
         return any(
@@ -156,8 +154,7 @@ def without_exports(parts: Sequence[ReadPart]) -> tuple[list[ReadPart], list[str
             if other.tree.container is Container.DCP
         )
 
-    names = [part.origin.name for part in parts if is_export(part)]
-    return [part for part in parts if not is_export(part)], names
+    return [part for part in parts if not is_export(part)]
 
 
 def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) -> list[Note]:

@@ -299,7 +299,7 @@ def test_an_export_in_a_dcp_directory_is_left_out_as_pytorch_leaves_it_out(tmp_p
     assert differences(filled(f"{tmp_path}/dcp/", blank(content())), content()) == []
     reader = fsdpckpt.StorageReader(tmp_path / "dcp")
     assert [note.message for note in reader.checkpoint.notes if note.kind == "not-carried"] == [
-        "not in .metadata, and left out: export.pt"
+        "data that neither an index nor the metadata of the checkpoint names: export.pt"
     ]
     assert "more.epoch" in reader.read_metadata().state_dict_metadata
     with pytest.raises(NeedsInformationError, match="2 candidates"):
