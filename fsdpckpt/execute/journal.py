@@ -170,6 +170,9 @@ def _change(before: FileIdentity, now: FileIdentity) -> str | None:
     return change_between(before, now)
 
 
+# The columns of a row of ``JournaledWindows.windows``. RECEIVED is 1 if the window contains bytes from other workers,
+# whose source parts may be in no journal.
+FILE, BEGIN, END, CRC, RECEIVED = range(5)
 _NO_ROWS = np.zeros((0, 5), np.int64)
 
 
@@ -177,9 +180,8 @@ _NO_ROWS = np.zeros((0, 5), np.int64)
 class JournaledWindows:
     """What journals list, in rows.
 
-    ``windows``: target file, begin, end and CRC-32 of a window that is on the disk, and 1 if it contains bytes from
-    other workers, whose source parts may be in no journal. ``parts``: of the source records that were read for the
-    windows, as in ``SourceCheck``.
+    ``windows``: the windows of target files that are on the disk, with the columns above. ``parts``: of the source
+    records that were read for them, as in ``SourceCheck``.
     """
 
     windows: Int64Array = field(default_factory=lambda: _NO_ROWS)
@@ -187,11 +189,11 @@ class JournaledWindows:
 
     def claims(self) -> Int64Array:
         """The rows of ``windows`` in order, disjoint. If two overlap (one was written again), the first is used."""
-        rows = self.windows[self.windows[:, 1] < self.windows[:, 2]]
-        rows = rows[np.lexsort((-rows[:, 4], -rows[:, 2], rows[:, 1], rows[:, 0]))]
+        rows = self.windows[self.windows[:, BEGIN] < self.windows[:, END]]
+        rows = rows[np.lexsort((-rows[:, RECEIVED], -rows[:, END], rows[:, BEGIN], rows[:, FILE]))]
         disjoint = []
         last = (0, 0)  # the file and the end of the last row
-        for row, (file, begin, end) in enumerate(rows[:, :3].tolist()):
+        for row, (file, begin, end) in enumerate(rows[:, [FILE, BEGIN, END]].tolist()):
             if (file, begin) >= last:
                 disjoint.append(row)
                 last = (file, end)
@@ -200,12 +202,12 @@ class JournaledWindows:
     @property
     def nbytes(self) -> int:
         claims = self.claims()
-        return int((claims[:, 2] - claims[:, 1]).sum())
+        return int((claims[:, END] - claims[:, BEGIN]).sum())
 
     @property
     def longest(self) -> int:
         """The size of the longest window in bytes: a buffer to read it back needs that much."""
-        return int((self.windows[:, 2] - self.windows[:, 1]).max(initial=0))
+        return int((self.windows[:, END] - self.windows[:, BEGIN]).max(initial=0))
 
 
 def joined(journals: Sequence[JournaledWindows]) -> JournaledWindows:
@@ -382,7 +384,7 @@ class Recorder:
         table = np.asarray(rows, np.int64).reshape(-1, 5)
         self._journal.append([windows_record(JournaledWindows(table, parts))])
         self._begun = True
-        self.nbytes += int((table[:, 2] - table[:, 1]).sum())
+        self.nbytes += int((table[:, END] - table[:, BEGIN]).sum())
 
     def _sync(self, file: ByteTarget) -> None:
         file.sync()

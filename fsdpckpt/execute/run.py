@@ -25,7 +25,7 @@ from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
 from fsdpckpt.execute.checks import SourceCheck, sum_of, unverified_spans
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, Job
-from fsdpckpt.execute.journal import JournaledWindows, Recording
+from fsdpckpt.execute.journal import RECEIVED, JournaledWindows, Recording
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
 from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
@@ -336,7 +336,7 @@ class _Run:
             with group.heartbeat():
                 self.check.finish()
                 claims = self.journaled.claims()
-                of_records = self.check.missing_parts(unverified_spans(self.job.plan, claims[claims[:, 4] > 0]))
+                of_records = self.check.missing_parts(unverified_spans(self.job.plan, claims[claims[:, RECEIVED] > 0]))
                 missing = np.concatenate([of_records, self.check.rest_of_files(self.job.plan)])
         ranges = cast("Int64Array", group.broadcast_object(missing, name="missing parts"))
         if not len(ranges):

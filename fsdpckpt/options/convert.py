@@ -35,9 +35,9 @@ DEFAULT_MAX_SHARD_SIZE = 5_000_000_000  # bytes, the split Hugging Face's own wr
 # Listed, as --help imports no table of producers and dtypes; tests compare them with those.
 FLAVORS = (
     *("plain", "accelerate", "automodel", "deepspeed-universal", "fabric", "huggingface", "lightning"),
-    *("lightning-model-parallel", "nemo-rl", "nemo-rl-v1", "olmo-core", "prime-rl", "skyrl", "slime"),
-    *("torch_checkpointing", "torchtitan", "torchtitan-old", "torchtune", "trainer", "transformers-distributed"),
-    *("veomni", "veomni-experts", "verl"),
+    *("lightning-model-parallel", "llamafactory", "nemo-rl", "nemo-rl-v1", "olmo-core", "prime-rl", "skyrl"),
+    *("slime", "torch_checkpointing", "torchtitan", "torchtitan-old", "torchtune", "trainer"),
+    *("transformers-distributed", "veomni", "veomni-experts", "verl"),
 )
 # float8_e8m0fnu has neither sign nor zero: it holds the scales of other tensors, never values.
 CASTABLE_DTYPES = (
