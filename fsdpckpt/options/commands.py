@@ -71,7 +71,7 @@ class KnowledgeOptions(OptionRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class InspectOptions(OptionRecord):
+class InspectOptions(KnowledgeOptions):
     """Options of ``fsdpckpt inspect``."""
 
     keys: tuple[str, ...] = repeatable("Show only matching keys; may be repeated.")
@@ -93,18 +93,10 @@ class InspectOptions(OptionRecord):
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
     threads: int | None = _threads()
     units: str | None = _units_file()
-    unit: tuple[str, ...] = _as_in_convert("unit")
-    reference: str | None = _as_in_convert("reference", _NAMES)
-    parameters: str | None = _as_in_convert("parameters")
-    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS)
-    use_orig_params: bool | None = _as_in_convert("use_orig_params")
-    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy.")
-    param_dtype: str | None = _as_in_convert("param_dtype")
-    shard_size: int | None = _as_in_convert("shard_size")
 
 
 @dataclass(frozen=True, slots=True)
-class DiffOptions(OptionRecord):
+class DiffOptions(KnowledgeOptions):
     """Options of ``fsdpckpt diff``."""
 
     rtol: float | None = option("Relative tolerance (default: every byte must be equal).", metavar="X", minimum=0.0)
@@ -125,18 +117,10 @@ class DiffOptions(OptionRecord):
     )
     threads: int | None = _threads()
     units: str | None = _units_file()
-    unit: tuple[str, ...] = _as_in_convert("unit")
-    reference: str | None = _as_in_convert("reference", _NAMES)
-    parameters: str | None = _as_in_convert("parameters")
-    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS)
-    use_orig_params: bool | None = _as_in_convert("use_orig_params")
-    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy.")
-    param_dtype: str | None = _as_in_convert("param_dtype")
-    shard_size: int | None = _as_in_convert("shard_size")
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyOptions(OptionRecord):
+class VerifyOptions(KnowledgeOptions):
     """Options of ``fsdpckpt verify``."""
 
     flavor: str | None = option(
@@ -160,14 +144,6 @@ class VerifyOptions(OptionRecord):
     ignore_file: tuple[str, ...] = _as_in_convert("ignore_file")
     threads: int | None = _threads()
     units: str | None = _units_file()
-    unit: tuple[str, ...] = _as_in_convert("unit")
-    reference: str | None = _as_in_convert("reference", _NAMES)
-    parameters: str | None = _as_in_convert("parameters")
-    buffers: tuple[str, ...] = _as_in_convert("buffers", _BUFFERS)
-    use_orig_params: bool | None = _as_in_convert("use_orig_params")
-    strategy: Strategy | None = _as_in_convert("strategy", "FSDP1's sharding strategy.")
-    param_dtype: str | None = _as_in_convert("param_dtype")
-    shard_size: int | None = _as_in_convert("shard_size")
 
 
 @dataclass(frozen=True, slots=True)

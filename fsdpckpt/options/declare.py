@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from enum import Enum, StrEnum, auto
 from enum import Flag as FlagEnum
 from functools import cache
+from inspect import get_annotations
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
@@ -364,16 +365,15 @@ class OptionRecord:
 
 
 def options_of(record: type[OptionRecord]) -> tuple[Option, ...]:
-    """The options that ``record`` declares, in its order."""
+    """The options that ``record`` declares, in its order, then those of the record that it extends."""
     return _options_of(cast("Hashable", record))  # mypy takes no class for hashable
 
 
 @cache
 def _options_of(record: Any) -> tuple[Option, ...]:
-    types = get_type_hints(record)
-    return tuple(
-        _with_field(field.metadata["option"], field.name, types[field.name]) for field in dataclasses.fields(record)
-    )
+    types, own = get_type_hints(record), get_annotations(record)
+    fields = sorted(dataclasses.fields(record), key=lambda field: field.name not in own)
+    return tuple(_with_field(field.metadata["option"], field.name, types[field.name]) for field in fields)
 
 
 def _with_field(declared: Option, name: str, annotation: object) -> Option:
