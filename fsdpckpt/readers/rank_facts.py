@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Problem
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import Form
 from fsdpckpt.producers.table import flavor_named
 
@@ -28,14 +28,10 @@ def without_rank_facts(checkpoint: Checkpoint) -> Checkpoint:
             if name in extra and extra[name] != expected:
                 message = f"{name!s} of rank {rank} is {extra[name]!r}, and its files say {expected!r}"
                 problems.append(Problem("rank-mismatch", message, fatal=False, key=str(name), rank=rank))
-    extra, *rank_extra = (
-        {key: value for key, value in each.items() if key not in names}
-        for each in (checkpoint.extra, *checkpoint.rank_extra)
-    )
-    if all(each == rank_extra[0] for each in rank_extra[1:]):
-        rank_extra = []
-    ledger = checkpoint.ledger.with_problems(*problems)
-    return replace(checkpoint, extra=extra, rank_extra=tuple(rank_extra), ledger=ledger)
+    left = checkpoint.with_extras(lambda extra: {key: value for key, value in extra.items() if key not in names})
+    if all(equal(each, left.rank_extra[0]) for each in left.rank_extra):
+        left = replace(left, rank_extra=())  # the ranks differed in these facts alone
+    return left.with_problems(*problems)
 
 
 def rank_facts(form: Form, rank: int, world_size: int) -> dict[Key, Value]:

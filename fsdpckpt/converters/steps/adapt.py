@@ -247,11 +247,7 @@ def _is_taken(value: Value, path: Sequence[PathKey]) -> bool:
 
 def _without_extras(checkpoint: Checkpoint, names: Collection[str], why: str | None = None) -> Checkpoint:
     """``checkpoint`` without the extras ``names``; the note that they are left out begins with ``why``."""
-    extra, *rank_extra = (
-        {key: value for key, value in each.items() if str(key) not in names}
-        for each in (checkpoint.extra, *checkpoint.rank_extra)
-    )
-    left = replace(checkpoint, extra=extra, rank_extra=tuple(rank_extra))
+    left = checkpoint.with_extras(lambda extra: {key: value for key, value in extra.items() if str(key) not in names})
     if why is None or not names:
         return left
     return left.noted(Note("not-carried", f"{why}: {', '.join(names)}", keys=tuple(names)))

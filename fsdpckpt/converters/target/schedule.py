@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -80,11 +79,9 @@ def source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[Ke
 def doubled_schedule(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with an LR scheduler for two param groups like the one that it has."""
     path = schedule_path(checkpoint)
-    extra, *rank_extra = (
-        {key: _doubled(value, path[1:]) if path[:1] == (key,) else value for key, value in each.items()}
-        for each in (checkpoint.extra, *checkpoint.rank_extra)
+    return checkpoint.with_extras(
+        lambda extra: {key: _doubled(value, path[1:]) if path[:1] == (key,) else value for key, value in extra.items()}
     )
-    return replace(checkpoint, extra=extra, rank_extra=tuple(rank_extra))
 
 
 def _doubled(value: Value, path: tuple[PathKey, ...]) -> Value:
