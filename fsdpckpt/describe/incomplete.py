@@ -86,7 +86,7 @@ def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> 
             damaged.add(name)
     damaged |= {name for name, file in files.items() if name not in damaged and _is_cut_short(file, sources)}
     with suppress(SourceError):  # of a file that lists others, and is damaged itself
-        recorded = files_of_ranks(source, files, sources)
+        recorded = files_of_ranks(files, sources)
         missing |= recorded.keys() - files.keys()
     grid = rank_grid(files, missing, damaged, recorded)
     for row in grid.rows:

@@ -77,10 +77,6 @@ class Table:
         """Every name, the model's first."""
         return [row.name for row in self.parameters.rows]
 
-    def open_members(self) -> list[MemberNumber]:
-        """The members that are not tied to a row."""
-        return [member for member, row in enumerate(self.rows) if row is None]
-
     def member_names(self) -> dict[MemberNumber, ParamKey]:
         """Each member's name; an open one keeps its key."""
         if self.optimizer is None:

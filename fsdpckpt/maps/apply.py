@@ -119,13 +119,13 @@ def _names(names: Sequence[str]) -> str:
 
 def _mapped_model(model: ModelState, use_of: Mapping[str, Use], work: Work) -> ModelState:
     params: dict[str, Tensor | Value] = {}
-    done: set[int] = set()
+    done: set[Use] = set()
     for name, leaf in model.params.items():
         use = use_of.get(name)
         if use is None:
             params[name] = leaf
-        elif id(use) not in done:
-            done.add(id(use))
+        elif use not in done:
+            done.add(use)
             params.update(_mapped_params(model, use, work))
     return ModelState(params)
 

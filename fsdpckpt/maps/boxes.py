@@ -204,7 +204,7 @@ class Rearranger:
     def __init__(self) -> None:
         self._rows: dict[tuple[Operation, Boxes], Rows] = {}
         self._joined: dict[tuple[Boxes, ...], Boxes] = {}
-        self._full: dict[Boxes, Boxes | None] = {}
+        self._filled_rows: dict[Boxes, tuple[Int64Array, Boxes] | None] = {}  # None: all of them
 
     def apply(self, tensor: Tensor, *operations: Operation) -> Tensor:
         """``tensor`` after ``operations``, one after the other."""
@@ -232,14 +232,15 @@ class Rearranger:
     def _filled(self, chunks: Chunks) -> Chunks:
         """``chunks`` without empty ones: those of ranks that got nothing."""
         boxes = chunks.boxes
-        if boxes not in self._full:
-            full = np.asarray((boxes.size > 0).all(axis=1))
-            self._full[boxes] = None if full.all() else boxes.take(full)
-        filled = self._full[boxes]
+        if boxes not in self._filled_rows:
+            rows = np.flatnonzero((boxes.size > 0).all(axis=1))
+            self._filled_rows[boxes] = None if len(rows) == len(boxes) else (rows, boxes.take(rows))
+        filled = self._filled_rows[boxes]
         if filled is None:
             return chunks
-        taken = chunks.take(np.asarray((boxes.size > 0).all(axis=1)))
-        return Chunks(taken.rank, taken.file, taken.offset, filled, taken.item)
+        rows, left = filled
+        item = chunks.item[rows] if chunks.item is not None else None
+        return Chunks(chunks.rank[rows], chunks.file[rows], chunks.offset[rows], left, item)
 
     def cat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """As ``torch.cat``."""

@@ -18,9 +18,11 @@ _NAMES_IN_MESSAGE = 8
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One use of a rule. ``words``: what stands at the places that from and to share. ``sources``: the names."""
+    """One use of a rule, equal to itself alone. ``words``: what stands at the places that from and to share.
+    ``sources``: the names.
+    """
 
     rule: Rule
     words: Mapping[str, str]

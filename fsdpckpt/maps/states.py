@@ -24,18 +24,18 @@ def mapped_optimizer(optim: Optimizer, use_of: Mapping[str, Use], work: Work) ->
     if optim.key_type == "id":
         raise InternalError("a map is applied to an optimizer that is keyed by name")
     names = [str(key) for key in optim.all_keys() if key in use_of]
-    uses = {id(use_of[name]): use_of[name] for name in names}
+    uses = dict.fromkeys(use_of[name] for name in names)
     group_of, trained = optim.group_of(), set(optim.all_keys())
-    for use in uses.values():
+    for use in uses:
         _require_one_group(use, trained, group_of, work)
     state: dict[ParamKey, States] = {}
-    done: set[int] = set()
+    done: set[Use] = set()
     for key, states in optim.state.items():
         moved = use_of.get(key) if isinstance(key, str) else None
         if moved is None:
             state[key] = states
-        elif id(moved) not in done:
-            done.add(id(moved))
+        elif moved not in done:
+            done.add(moved)
             state.update(_mapped_states(optim, moved, work))
     new_names = _NewNames(use_of, work)
     groups = None
@@ -159,7 +159,7 @@ class _NewNames:
     def of_list(self, names: Sequence[ParamKey]) -> list[ParamKey]:
         """The names that the parameters ``names`` become: those of several at the place of the first."""
         result: list[ParamKey] = []
-        done: set[int] = set()
+        done: set[Use] = set()
         for name in names:
             use = self._use_of.get(name) if isinstance(name, str) else None
             if use is None:
@@ -167,8 +167,8 @@ class _NewNames:
             elif use.rule.renames_alone:
                 position = list(use.sources.values()).index(str(name))
                 result.append(self._work.targets(use)[position])
-            elif id(use) not in done:
-                done.add(id(use))
+            elif use not in done:
+                done.add(use)
                 targets = self._work.targets(use)
                 result += targets[:1] if use.rule.copies else targets
         return result

@@ -43,7 +43,7 @@ class Work:
         self._values = values
         self._rearranger = Rearranger()
         self._shapes = shapes
-        self._targets: dict[int, list[str]] = {}
+        self._targets: dict[Use, list[str]] = {}
         self._proved: set[str] | None = None
         self._several: set[str] | None = None
         self._numbers = bytearray()
@@ -64,10 +64,9 @@ class Work:
 
     def targets(self, use: Use) -> list[str]:
         """The names that ``use`` makes, in order."""
-        key = id(use)
-        if key not in self._targets:
-            self._targets[key] = [use.target(member) for member in self._members(use)]
-        return self._targets[key]
+        if use not in self._targets:
+            self._targets[use] = [use.target(member) for member in self._members(use)]
+        return self._targets[use]
 
     def _members(self, use: Use) -> list[Member]:
         if use.rule.copies:

@@ -80,10 +80,6 @@ class ObjectFile:
         self._closed = False
         self._lock = threading.Lock()
 
-    @property
-    def is_complete(self) -> bool:
-        return not self._left
-
     def write(self, offset: int, data: memoryview | bytes) -> None:
         view = memoryview(data)
         done = 0

@@ -101,7 +101,7 @@ def test_a_name_that_only_the_groups_say_is_a_row_too() -> None:
 def test_ids_that_nothing_names_are_open_and_keep_their_states() -> None:
     held = trained([{"params": [4, 2]}], {2: {"exp_avg": whole(3)}, 4: {"step": 1}})
     table = Table.of(held)
-    assert table.open_members() == [0, 1]
+    assert table.rows == (None, None)
     assert held.optim is not None and held.optim.keys == (4, 2) and held.optim.counted() == {0: 0, 1: 1}
 
 

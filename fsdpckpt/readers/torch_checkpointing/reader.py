@@ -93,9 +93,9 @@ class TorchCheckpointingReader:
         )
 
 
-def files_of_ranks(directory: str, files: Mapping[str, Entry], sources: Sources) -> dict[str, tuple[str, int]]:
-    """The name of every file that belongs to the checkpoint in ``directory``, with the item in place of the rank, and
-    the rank. ``files``: those that are there. Empty if it is no such directory; raises what the reader of the metadata
+def files_of_ranks(files: Mapping[str, Entry], sources: Sources) -> dict[str, tuple[str, int]]:
+    """The name of every file that belongs to the checkpoint in a directory, with the item in place of the rank, and the
+    rank. ``files``: those that are there. Empty if it is no such directory; raises what the reader of the metadata
     does.
     """
     metadata = find_metadata(files.get(METADATA), sources)
