@@ -105,6 +105,8 @@ def test_a_report_crosses_as_json_and_is_the_same() -> None:
         workers=4,
     )
     assert Report.from_json(_through_json(report.to_json())) == report
+    (note,) = report.to_json()["notes"]  # type: ignore[misc]
+    assert note.keys() == {"kind", "message", "key", "keys", "warning", "damage"}
 
 
 class Heard:

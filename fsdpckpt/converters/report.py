@@ -123,7 +123,9 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         """The report as JSON types; keys are the field names, plus ``disk_needed``, ``disk_suffices``, ``warnings``."""
-        document: dict[str, object] = asdict(self)
+        document: dict[str, Any] = asdict(self)
+        for note in document["notes"]:
+            del note["for_verify"]  # no fact about the conversion
         return document | {name: getattr(self, name) for name in _DERIVED}
 
     @classmethod

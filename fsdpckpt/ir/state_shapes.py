@@ -42,6 +42,7 @@ _MIRRORS = frozenset(
         *("master_param", "master_params", "master_weight", "fp32_param"),
     }
 )
+_SPANNING = frozenset({"prev_flat_grad", "old_dirs"})  # of LBFGS, which has them for its first parameter alone
 _FACTORS = frozenset({"row", "col", "r", "c"})  # words in the names of factored states
 _DOUBLED = "state1"
 _LOW_RANK_GROUP = "rank"
@@ -94,6 +95,13 @@ class ShownShapes:
 def mirrors(name: str) -> bool:
     """Whether a state of this name, or one in blocks of which this is a part, has its parameter's shape."""
     return name in _MIRRORS or name.partition(".")[0] in _MIRRORS
+
+
+def spanning_state(states: Mapping[str, Tensor | Value]) -> str | None:
+    """The name of a state that spans all parameters, joined in their order (``torch.optim.LBFGS``); None if there is
+    none.
+    """
+    return next((name for name in states if name in _SPANNING), None)
 
 
 def _whole_states(states: Mapping[str, Tensor | Value]) -> Iterator[tuple[str, Tensor, Shape]]:

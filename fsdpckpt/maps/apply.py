@@ -136,7 +136,7 @@ def _mapped_params(model: ModelState, use: Use, work: Work) -> Iterator[tuple[st
     leaves: dict[Member, Tensor | Value] = {}
     for member, name in use.sources.items():
         if name not in model.params:
-            raise work.refuse_state(name, "", "the optimizer has it, and the model has not", use)
+            raise work.refuse_state(name, "", "the optimizer has it, but the model does not", use)
         leaves[member] = model.params[name]
     if use.rule.renames_alone:
         yield from zip(targets, leaves.values(), strict=True)

@@ -7,11 +7,11 @@ a preconditioner belongs to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer, ParamKey, States, group_params
-from fsdpckpt.ir.state_shapes import mirrors
+from fsdpckpt.ir.state_shapes import mirrors, spanning_state
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.maps.match import Use
@@ -28,6 +28,7 @@ def mapped_optimizer(optim: Optimizer, use_of: Mapping[str, Use], work: Work) ->
     group_of, trained = optim.group_of(), set(optim.all_keys())
     for use in uses:
         _require_one_group(use, trained, group_of, work)
+    _refuse_spanning(optim, uses, work)
     state: dict[ParamKey, States] = {}
     done: set[Use] = set()
     for key, states in optim.state.items():
@@ -42,6 +43,18 @@ def mapped_optimizer(optim: Optimizer, use_of: Mapping[str, Use], work: Work) ->
     if optim.param_groups is not None:
         groups = [_mapped_group(group, new_names) for group in optim.param_groups]
     return Optimizer.of(state, groups, optim.extra)
+
+
+def _refuse_spanning(optim: Optimizer, uses: Iterable[Use], work: Work) -> None:
+    """Raises SourceUnsupportedError if a rule rearranges parameters of which another's state is one vector of all."""
+    rearranging = next((use for use in uses if not use.rule.renames_alone), None)
+    if rearranging is None:
+        return
+    for key, states in optim.state.items():
+        spanning = spanning_state(states)
+        if spanning is not None:
+            why = f"it joins the elements of all parameters, {next(iter(rearranging.sources.values()))} among them"
+            raise work.refuse_state(str(key), spanning, why, rearranging)
 
 
 def _require_one_group(use: Use, known: Collection[ParamKey], group_of: Mapping[ParamKey, int], work: Work) -> None:

@@ -112,6 +112,9 @@ class Unstack:
         result: Family = {}
         for (position, number), tensor in family.items():
             _require_dim(tensor, self.dim, (position, number))
+            if not tensor.shape[self.dim]:
+                what = f"{_shape(tensor)} has no element along dimension {self.dim}: nothing would be left of it"
+                raise StepError(what, (position, number))
             for index, part in enumerate(rearranger.unstack(tensor, self.dim)):
                 result[position, index] = part
         return result
@@ -140,11 +143,11 @@ class Cat:
             by_number.setdefault(member[1], []).append((member, tensor))
         result: Family = {}
         for number, members in by_number.items():
-            unit = 0
+            unit: int | None = None
             for (member, tensor), size in zip(members, sizes, strict=True):
                 _require_dim(tensor, self.dim, member)
                 whole, rest = divmod(tensor.shape[self.dim], size) if size else (0, 1)
-                unit = unit or whole
+                unit = whole if unit is None else unit
                 other = [extent for dim, extent in enumerate(tensor.shape) if dim != self.dim]
                 first = [extent for dim, extent in enumerate(members[0][1].shape) if dim != self.dim]
                 if rest or whole != unit or other != first:

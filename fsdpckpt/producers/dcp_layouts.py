@@ -70,7 +70,7 @@ OLMO_CORE = Flavor(
     needed=(
         (
             "train",
-            "takes it for no checkpoint: name its model_and_optim as load_path, and it starts at step 0",
+            "does not take it for a checkpoint: name its model_and_optim as load_path, and it starts at step 0",
         ),
     ),
     loads="trainer.load_path = {target}",

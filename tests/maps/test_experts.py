@@ -185,6 +185,34 @@ def test_states_that_do_not_have_the_elements_of_their_parameter_are_refused_by_
     convert(tmp_path, "apart.pt", "fused.pt", only="model")
 
 
+def test_lbfgs_whose_vectors_join_all_parameters_is_refused_unless_the_map_only_renames(
+    tmp_path: Path, saved: State
+) -> None:
+    """It has them as states of the first parameter, which no rule rearranges."""
+    params = {name: torch.nn.Parameter(value) for name, value in saved["model"].items()}
+    optimizer = torch.optim.LBFGS(params.values(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum((value.square().sum() for value in params.values()), torch.zeros(()))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    (states,) = optimizer.state_dict()["state"].values()
+    groups = [{"params": list(params)}]
+    state = {"model": saved["model"], "optimizer": {"state": {next(iter(params)): states}, "param_groups": groups}}
+    torch.save(state, tmp_path / "apart.pt")
+    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
+        convert(tmp_path, "apart.pt", "fused.pt")
+    assert str(error.value.key).startswith(next(iter(params))) and "of all parameters" in str(error.value.why)
+    convert(tmp_path, "apart.pt", "fused.pt", only="model")
+    renames = tmp_path / "renames.toml"
+    renames.write_text('format = 1\nrest = "keep"\n[[rule]]\nfrom = "blocks.{rest*}"\nto = "layers.{rest*}"\n')
+    (found,) = torch.load(convert(tmp_path, "apart.pt", "renamed.pt", map=renames))["optimizer"]["state"].values()
+    assert torch.equal(found["prev_flat_grad"], states["prev_flat_grad"])
+
+
 def test_a_state_of_an_unknown_name_is_moved_only_if_shapes_prove_what_it_is(tmp_path: Path, saved: State) -> None:
     def change(saved: State) -> None:
         for name, entry in saved["optimizer"]["state"].items():

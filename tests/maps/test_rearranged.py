@@ -209,3 +209,19 @@ def test_selected_names_are_the_sources_and_new_prefixes_are_the_targets(tmp_pat
     path = with_rule(tmp_path / "map.toml", 'from = "{m}.w"\nto = "{m}.weight"')
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "x.pt", map=path, include="a.w", add_prefix="model.")
     assert list(torch.load(tmp_path / "x.pt")["model"]) == ["model.a.weight"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "model", "what"),
+    [
+        ('from = "a"\nto = "a.{n}"\nsteps = [{ unstack = "n" }]', {"a": (0, 3)}, "nothing would be left"),
+        ('from = ["a", "b"]\nto = "c"\nsteps = [{ cat = 0 }]', {"a": (0, 3), "b": (4, 3)}, "does not fit"),
+    ],
+)
+def test_tensors_without_elements_that_would_not_come_back_are_refused(
+    tmp_path: Path, rule: str, model: dict[str, tuple[int, ...]], what: str
+) -> None:
+    torch.save({name: torch.randn(shape) for name, shape in model.items()}, tmp_path / "source.pt")
+    with pytest.raises(SourceUnsupportedError) as error:
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "x.pt", map=with_rule(tmp_path / "map.toml", rule, "error"))
+    assert what in str(error.value)
