@@ -231,6 +231,20 @@ def test_a_slice_that_two_ranks_have_and_one_that_none_has_are_problems(tmp_path
     assert any("model.lm_head" in str(problem.key or problem.message) for problem in problems), problems
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("form", [torch.tensor, int])
+def test_a_step_that_ranks_hold_differently_is_nobodys(tmp_path: Path, zero: int, form: Any) -> None:
+    source = Saved(zero=zero).save(tmp_path / "7")
+    for file in sorted((source / "optimizer").glob("optimizer_pp-0*.pt")):
+        content = torch.load(file)
+        for entry in content["state"].values():
+            entry["step"] = form(9 if "tp-1" in file.name else 7)
+        torch.save(content, file)
+    with pytest.raises(SourceCorruptError, match=r"step.*(differ|on another rank)"):
+        fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
+
+
 class TestNanotron(ReaderContract):
     reader = NanotronReader()
 

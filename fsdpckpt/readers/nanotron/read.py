@@ -17,12 +17,11 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.safetensors import HeaderTensor, read_header
 from fsdpckpt.formats.torch import TorchArchive, read_archive
-from fsdpckpt.formats.torch.archive import local_tensor
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
-from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Tree, build_tensors
 from fsdpckpt.storage import Entry
@@ -80,6 +79,9 @@ class _Piece:
 
     shape: tuple[int, ...]
     pairs: tuple[_Pair, ...]
+
+
+_NUMBER = _Piece((), (_Pair(Box.whole(()), Box.whole(())),))  # a step, which every rank has whole
 
 
 @dataclass(slots=True)
@@ -282,7 +284,7 @@ class _Optimizer:
 
     def __init__(self, parameters: Mapping[str, _Parameter], ranks: _Ranks, table: FileTable, sources: Sources) -> None:
         self._parameters, self._ranks, self._table, self._sources = parameters, ranks, table, sources
-        self._rows: dict[tuple[str, str], tuple[DType, _Rows]] = {}  # by parameter and state
+        self._rows: dict[tuple[str, str], tuple[DType, tuple[int, ...], _Rows]] = {}  # by parameter and state
         self._values: dict[str, dict[Key, Value]] = {}
         self._groups: list[dict[Key, Value]] = []
         self._members: list[dict[str, None]] = []
@@ -317,15 +319,19 @@ class _Optimizer:
         if parameter is None or piece is None:
             self._unknown[name] = None  # tied to a parameter that is saved under another name
             return
-        if not isinstance(leaf, StoredTensor) or not leaf.shape:
-            value = local_tensor(leaf, number) if isinstance(leaf, StoredTensor) else cast(Value, leaf)
-            self._values.setdefault(name, {}).setdefault(state, value)
+        if not isinstance(leaf, StoredTensor):
+            value = cast(Value, leaf)
+            known = self._values.setdefault(name, {}).setdefault(state, value)
+            if not equal(known, value):
+                raise _contradiction(file.path, f"{state} of {name} is {value!r}, and {known!r} on another rank")
             return
+        flat = file.dp is not None and bool(leaf.shape)
+        if not leaf.shape:
+            piece = _NUMBER
         if leaf.stride != contiguous_stride(leaf.shape):
             raise _contradiction(file.path, f"{state} of {name} is not stored row by row")
         numel = prod(piece.shape)
-        first, count = _range_of(numel, file.dp or 0, file.dp_size) if file.dp is not None else (0, numel)
-        flat = file.dp is not None
+        first, count = _range_of(numel, file.dp or 0, file.dp_size) if flat else (0, numel)
         expected = (count,) if flat else piece.shape
         if leaf.shape != expected:
             raise SourceUnsupportedError(
@@ -338,9 +344,14 @@ class _Optimizer:
                 next_step=f"convert the weights alone with {flags.only('model')}",
             )
         held = flat_boxes(piece.shape, first, count) if flat and count else [Box.whole(piece.shape)] * bool(count)
-        dtype, rows = self._rows.setdefault((name, state), (leaf.dtype, _Rows()))
-        if dtype is not leaf.dtype:
-            raise _contradiction(file.path, f"{state} of {name} is {leaf.dtype.name}, and {dtype.name} on another rank")
+        shape = parameter.shape if leaf.shape else ()
+        dtype, known_shape, rows = self._rows.setdefault((name, state), (leaf.dtype, shape, _Rows()))
+        if (dtype, known_shape) != (leaf.dtype, shape):
+            raise _contradiction(
+                file.path,
+                f"{state} of {name} is {leaf.dtype.name} {shape_text(shape)}, and {dtype.name} "
+                f"{shape_text(known_shape)} on another rank",
+            )
         rank = self._ranks.number(file.place, file.dp or 0)
         rows.add(rank, number, leaf.offset, leaf.dtype.itemsize, piece, held, first)
 
@@ -366,8 +377,8 @@ class _Optimizer:
         """The optimizer by name."""
         tensors = build_tensors(
             [
-                rows.tensor(f"{name}/{state}", dtype, self._parameters[name].shape)
-                for (name, state), (dtype, rows) in self._rows.items()
+                rows.tensor(f"{name}/{state}", dtype, shape)
+                for (name, state), (dtype, shape, rows) in self._rows.items()
                 if state != _MASTERS
             ],
             world_size=self._ranks.count,
@@ -389,8 +400,8 @@ class _Optimizer:
     def masters(self) -> dict[str, Tensor]:
         """The float32 weights that the optimizer keeps."""
         chunked = [
-            rows.tensor(name, dtype, self._parameters[name].shape)
-            for (name, state), (dtype, rows) in self._rows.items()
+            rows.tensor(name, dtype, shape)
+            for (name, state), (dtype, shape, rows) in self._rows.items()
             if state == _MASTERS
         ]
         return build_tensors(chunked, world_size=self._ranks.count)
