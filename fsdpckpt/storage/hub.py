@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
+from fsdpckpt.storage.remote_file import is_hub
 from fsdpckpt.storage.retry import target_error, with_retries
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions
 from fsdpckpt.version import __version__
@@ -18,12 +19,12 @@ from fsdpckpt.version import __version__
 
 def is_repository(filesystem: Any, path: str) -> bool:
     """Whether ``path`` is in a repository of the Hub, not in a bucket."""
-    return type(filesystem).__name__ == "HfFileSystem" and not path.startswith("buckets/")
+    return is_hub(filesystem) and not path.startswith("buckets/")
 
 
 def require_hub_place(remote: RemoteTarget) -> None:
     """Raises TargetUnwritableError if ``remote`` is on the Hub, in a repository or bucket that does not exist."""
-    if type(remote.filesystem).__name__ != "HfFileSystem":
+    if not is_hub(remote.filesystem):
         return
 
     def error(cause: BaseException, url: str, action: str, attempts: int) -> FsdpckptError:

@@ -158,6 +158,11 @@ class RangeCache:
                 self._nbytes -= len(dropped)
 
 
+def is_hub(filesystem: AbstractFileSystem) -> bool:
+    """Whether it is that of the Hugging Face Hub, whose package need not be there."""
+    return type(filesystem).__name__ == "HfFileSystem"
+
+
 def fetcher(filesystem: AbstractFileSystem, name: str, identity: FileIdentity) -> Fetch:
     """A function that fetches ranges of the object ``name``, which must be in the state ``identity``."""
     asynchronous: AsyncFetch | None = None
@@ -171,7 +176,7 @@ def fetcher(filesystem: AbstractFileSystem, name: str, identity: FileIdentity) -
         return partial(sync, filesystem.loop, asynchronous)
 
     # The Hub's file objects would read 5 MiB ahead of every range.
-    options = {"cache_type": "none"} if type(filesystem).__name__ == "HfFileSystem" else {}
+    options = {"cache_type": "none"} if is_hub(filesystem) else {}
 
     def fetch(offset: int, buffer: memoryview) -> None:
         for begin in range(0, len(buffer), STEP):
