@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +24,11 @@ from fsdpckpt.api import convert, save_units
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters import pipeline
 from fsdpckpt.options import ConvertOptions, OutputScope
-from fsdpckpt.progress import NoProgress
 from tests.comm.forked_workers import forked_workers
 from tests.e2e.distributed.disks import bind, can_bind, own_namespace
 from tests.e2e.distributed.lost import Lost, make, play_all, unkept
 
+ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
 LIMIT = 15.0  # seconds after the loss of a rank
 LOST = [
@@ -41,6 +43,23 @@ DTYPES = [
 ]
 
 
+class StageSeconds:
+    """A ``Progress`` that measures how long each stage takes. ``seconds``: by the stage's name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stage, self._begun = "", 0.0
+
+    def begin(self, stage: str, total_bytes: int) -> None:
+        self._stage, self._begun = stage, time.perf_counter()
+
+    def advance(self, nbytes: int) -> None:
+        """Stages are measured as a whole."""
+
+    def end(self) -> None:
+        self.seconds[self._stage] = time.perf_counter() - self._begun
+
+
 class Row(NamedTuple):
     part: str
     what: str
@@ -49,20 +68,23 @@ class Row(NamedTuple):
 
 
 class Check:
-    """``rows``: what was found so far. ``device``: cuda or cpu."""
+    """``rows``: what was found so far, each printed at once if ``aloud``. ``device``: cuda or cpu."""
 
-    def __init__(self, directory: Path, device: str, megabytes: int) -> None:
+    def __init__(self, directory: Path, device: str, megabytes: int, *, aloud: bool) -> None:
         self.directory, self.device, self.megabytes = directory, device, megabytes
         self.rows: list[Row] = []
         self.not_run = ["several GPUs, and several machines"]
         if device == "cpu":
             self.not_run.insert(0, "any GPU, NCCL and pinned memory: Gloo and host memory took their place")
         self.part = ""
+        self.aloud = aloud
 
     def row(self, what: str, found: str, *, right: bool = True) -> None:
         self.rows.append(Row(self.part, what, found, right))
+        if self.aloud:
+            print(f"{self.part:8} {what}: {'' if right else 'WRONG: '}{found}", flush=True)
 
-    def ranks(self, count: int, body: Callable[[int], None], *, limit: float = 120) -> bool:
+    def ranks(self, count: int, body: Callable[[int], None], *, limit: float = 90) -> bool:
         """``body(rank)`` on ``count`` nodes of one GPU; whether all ended well."""
 
         def node(rank: int) -> int:
@@ -180,6 +202,36 @@ def _compare_comm(device: str, out: Path) -> None:
     out.write_text(json.dumps([len(compared), compared.count(False)]))
     dist.barrier()
     dist.destroy_process_group()
+
+
+# several workers of one machine on one GPU
+
+
+def sharing(check: Check) -> None:
+    """NCCL's own refusal is our error with the way out, or NCCL allows it; by default such workers use Gloo."""
+    out = check.fresh("sharing")
+    for backend in ("nccl", "auto") if check.device == "cuda" else ("auto",):
+
+        def body(rank: int, backend: str = backend) -> int:
+            for variable in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+                os.environ.pop(variable, None)
+            said = out / f"{backend}-{rank}"
+            try:
+                with comm.TorchGroup.start(backend=backend, device="auto") as group:
+                    given = {"x": torch.arange(1000.0)} if rank == 0 else None
+                    found = comm.broadcast(group, given)["x"]
+                    right = torch.equal(found.cpu(), torch.arange(1000.0))
+                    said.write_text(f"{group.backend}, {'the same values' if right else 'OTHER VALUES'}")
+            except fsdpckpt.FsdpckptError as error:
+                said.write_text(" ".join(str(error).split()))
+            return 0
+
+        forked_workers(2, body, limit=60)
+        texts = [path.read_text() for path in sorted(out.glob(f"{backend}-*"))]
+        refused = all("NCCL refused" in text and "gloo" in text for text in texts)
+        works = all(text.endswith("the same values") for text in texts)
+        right = len(texts) == 2 and (works or (refused and backend == "nccl"))
+        check.row(f"2 workers on one device, --backend {backend}", texts[0] if texts else "nothing said", right=right)
 
 
 # training
@@ -360,10 +412,10 @@ def nodes(check: Check) -> None:
     for what, options in cases.items():
         name = what.replace(" ", "-") + (".pt" if what == "one file" else "")
         backends = ("nccl", "gloo") if check.device == "cuda" else ("gloo",)
-        begun = time.perf_counter()
+        begun, stages = time.perf_counter(), StageSeconds()
         given = ConvertOptions(**options)
-        pipeline.convert(Solo(), str(source), str(out / f"alone-{name}"), given, NoProgress())
-        seconds = {"one process": time.perf_counter() - begun}
+        pipeline.convert(Solo(), str(source), str(out / f"alone-{name}"), given, stages)
+        seconds = {"one process": (time.perf_counter() - begun, stages.seconds["read"])}
         right = True
         for backend in backends:
             target, timed = out / f"{backend}-{name}", out / f"{backend}-{name}.seconds"
@@ -379,26 +431,26 @@ def nodes(check: Check) -> None:
                 bind({str(view): str(out / str(rank))})
                 device = check.device if backend == "nccl" else "cpu"
                 with comm.TorchGroup.start(backend=backend, device=device) as group:
-                    begun = time.perf_counter()
+                    begun, stages = time.perf_counter(), StageSeconds()
                     pipeline.convert(
                         group,
                         str(view),
                         str(target),
                         given,
-                        NoProgress(),
+                        stages,
                         scope=OutputScope.SHARED,
                         workers_here=4,
                     )
                     if rank == 0:
-                        timed.write_text(str(time.perf_counter() - begun))
+                        timed.write_text(json.dumps([time.perf_counter() - begun, stages.seconds["read"]]))
 
             well = check.ranks(4, node)
             right = right and well and _equal(out / f"alone-{name}", target)
-            seconds[f"4 nodes, {backend}"] = float(timed.read_text()) if timed.exists() else float("nan")
+            if timed.exists():
+                seconds[f"4 nodes, {backend}"] = tuple(json.loads(timed.read_text()))
         found = "the same bytes; " if right else "other bytes, or a rank failed; "
-        check.row(
-            f"to {what}", found + ", ".join(f"{key} {value:.1f} s" for key, value in seconds.items()), right=right
-        )
+        found += ", ".join(f"{key} {whole:.1f} s ({reading:.2f})" for key, (whole, reading) in seconds.items())
+        check.row(f"to {what}", found, right=right)
         for path in [*out.glob(f"*-{name}*")]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -514,11 +566,64 @@ def loading(check: Check) -> None:
         check.row(f"{what} to {check.device}", found + ("" if right else "; values differ"), right=right)
 
 
+# one process on a disk in memory
+
+
+def threads(check: Check) -> None:
+    """Seconds and CPU seconds of whole processes, start-up included, in turn with ``cp -r`` of the same directory."""
+    out = check.fresh("threads")
+    source = out / "dcp"
+    convert(check.source(), source, to="sharded", container="dcp", world_size=8, buffers="none")
+    nbytes = sum(path.stat().st_size for path in source.iterdir())
+    numbers = [number for number in (1, 2, 4, 8, 16) if number <= (os.cpu_count() or 1)]
+    program = [
+        sys.executable,
+        "-m",
+        "fsdpckpt",
+        "convert",
+        "--to",
+        "full",
+        "--quiet",
+        str(source),
+        str(out / "full.pt"),
+    ]
+    commands = {"cp -r": ["cp", "-r", str(source), str(out / "copy")]}
+    commands |= {f"{number} threads": [*program, "--threads", str(number)] for number in numbers}
+    taken: dict[str, list[tuple[float, float]]] = {what: [] for what in commands}
+    for _ in range(3):
+        for what, command in commands.items():
+            shutil.rmtree(out / "copy", ignore_errors=True)
+            (out / "full.pt").unlink(missing_ok=True)
+            taken[what].append(_whole_process(command))
+    copied = statistics.median(seconds for seconds, _ in taken["cp -r"])
+    for what, runs in taken.items():
+        seconds, used = (statistics.median(values) for values in zip(*runs, strict=True))
+        found = f"{nbytes / GIB / seconds:.2f} GiB/s, {used / (nbytes / GIB):.2f} CPU seconds a GiB"
+        check.row(what, found + f", {copied / seconds:.2f} x as fast as cp -r")
+
+
+def _whole_process(command: Sequence[str]) -> tuple[float, float]:
+    """Its seconds and its CPU seconds.
+
+    Raises:
+        ChildProcessError: if it fails.
+    """
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise ChildProcessError(f"{' '.join(command)}: exit code {process.returncode}")
+    return time.perf_counter() - begun, used.ru_utime + used.ru_stime
+
+
 PARTS: dict[str, Callable[[Check], None]] = {
     "comm": comm_against_torch,
+    "sharing": sharing,
     "train": training,
     "nodes": nodes,
     "lost": losses,
     "rates": rates,
     "loading": loading,
+    "threads": threads,
 }
