@@ -470,11 +470,13 @@ def losses(check: Check) -> None:
         return
     out = check.fresh("lost")
     make(out / "base")
-    for name, ended in play_all(LOST, out, limit=LIMIT, at_once=3, device=check.device).items():
-        lost = next(each for each in LOST if each.name == name)
-        wrong = unkept(lost, ended, LIMIT)
-        others = [seconds for rank, seconds in enumerate(ended["seconds"]) if rank != lost.rank]
-        check.row(name, f"others ended after {others} s" + "".join(f"; {each}" for each in wrong), right=not wrong)
+
+    def ended(lost: Lost, played: dict[str, Any]) -> None:
+        wrong = unkept(lost, played, LIMIT)
+        others = [seconds for rank, seconds in enumerate(played["seconds"]) if rank != lost.rank]
+        check.row(lost.name, f"others ended after {others} s" + "".join(f"; {each}" for each in wrong), right=not wrong)
+
+    play_all(LOST, out, limit=LIMIT, at_once=3 if check.device == "cpu" else 5, device=check.device, ended=ended)
 
 
 # rates

@@ -15,8 +15,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,13 +215,27 @@ def main(arguments: list[str]) -> int:
     return int(broken > 0)
 
 
-def play_all(chosen: Iterable[Lost], out: Path, *, limit: float, at_once: int, device: str = "cpu") -> dict[str, Any]:
+def play_all(
+    chosen: Iterable[Lost],
+    out: Path,
+    *,
+    limit: float,
+    at_once: int,
+    device: str = "cpu",
+    ended: Callable[[Lost, dict[str, Any]], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """What ``play`` says of each, by name; ``ended`` is called with it as soon as one has ended."""
+    results = {}
     with ThreadPoolExecutor(at_once) as pool:
         futures = {
-            lost.name: pool.submit(play, out / "base", lost, out / lost.directory, limit=limit, device=device)
+            pool.submit(play, out / "base", lost, out / lost.directory, limit=limit, device=device): lost
             for lost in chosen
         }
-        return {name: future.result() for name, future in futures.items()}
+        for future in as_completed(futures):
+            lost = futures[future]
+            results[lost.name] = future.result()
+            ended(lost, results[lost.name])
+    return results
 
 
 if __name__ == "__main__":
