@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
+from fsdpckpt.ir.bitsandbytes import BITSANDBYTES, block_of
 from fsdpckpt.ir.optimizer import ParamKey
-from fsdpckpt.ir.quantized import BITSANDBYTES, block_of, scales_in
+from fsdpckpt.ir.quantized import Role, parts_with, quantized_parts
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Unit
 from fsdpckpt.ir.values import Value
@@ -87,15 +88,16 @@ class Quantized:
 
     @classmethod
     def of(cls, unit: Unit, state: Mapping[ParamKey, Mapping[str, Tensor | Value]]) -> Quantized:
-        lengths = {
-            param.name: [
-                (param.numel, leaf.numel) for scale in scales_in(states) if isinstance(leaf := states[scale], Tensor)
-            ]
-            for param in unit.params
-            if (states := state.get(param.name, {}))
-        }
-        block = block_of(pair for pairs in lengths.values() for pair in pairs)
-        return cls(unit, frozenset(name for name, pairs in lengths.items() if pairs), block)
+        lengths: list[tuple[int, int]] = []
+        params: set[str] = set()
+        for param in unit.params:
+            states = state.get(param.name, {})
+            for scale in parts_with(Role.SCALE, quantized_parts(states)):
+                leaf = states.get(scale)
+                if isinstance(leaf, Tensor):
+                    lengths.append((param.numel, leaf.numel))
+                    params.add(param.name)
+        return cls(unit, frozenset(params), block_of(lengths))
 
     def partial_blocks(self, layout: FlatLayout, *, orig: bool) -> Iterator[str]:
         """The slices of ``layout`` that begin or end inside a block."""

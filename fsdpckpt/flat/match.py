@@ -21,7 +21,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Group, Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.quantized import maps_in, scales_in
+from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Int64Array, OneSlice, Slices, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, Units
@@ -229,7 +229,7 @@ class _Matching:
                 continue
             if name not in self.by_key and name not in self.params:  # from param_names, which is reported already
                 continue
-            other = {*scales_in(states), *maps_in(states)}
+            other = quantized_parts(states)
             tensors = {
                 state: leaf
                 for state, leaf in states.items()

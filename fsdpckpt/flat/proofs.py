@@ -25,7 +25,7 @@ from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.quantized import scales_in
+from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.layouts.flattened import FILLER, is_flat_key
 from fsdpckpt.storage.sources import Sources
@@ -119,7 +119,7 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
     group_of = optim.group_of()
     for param, states in optim.state.items():
         layout = match.layouts.get(match.keys.get(param, ""))
-        for state, leaf in states.items() if not scales_in(states) else ():  # a code of zero need not be zero
+        for state, leaf in states.items() if not quantized_parts(states) else ():  # a code of zero need not be zero
             if (
                 layout is None
                 or not isinstance(leaf, Tensor)

@@ -24,7 +24,7 @@ from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, MemberNumber, Optimizer, ParamKey, renumbered
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.quantized import maps_in, scales_in
+from fsdpckpt.ir.quantized import Role, StatePart, parts_with, quantized_parts
 from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
@@ -173,7 +173,8 @@ def _unit_states(
     """The states of each parameter of a flat parameter; a state that is not a slice belongs to all of them."""
     layout = match.layouts[unit.key]
     by_name: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
-    scales, maps = _scales(unit, unit.params, states, match), maps_in(states)
+    parts = quantized_parts(states)
+    scales, maps = _scales(unit, unit.params, states, parts, match), parts_with(Role.MAP, parts)
     for item, leaf in states.items():
         if item in scales:
             for name, tensor in scales[item].items():
@@ -194,8 +195,9 @@ def _param_states(
     param: Parameter, unit: Unit | None, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
 ) -> dict[str, Tensor | Value]:
     """The states of a parameter that has an entry itself. ``unit``: the one that holds it, if any."""
-    scales = _scales(unit, [param], states, match) if unit is not None else {}
-    counts, maps = match.counts.get(param.name), maps_in(states)
+    parts = quantized_parts(states)
+    scales = _scales(unit, [param], states, parts, match) if unit is not None else {}
+    counts, maps = match.counts.get(param.name), parts_with(Role.MAP, parts)
     entry: dict[str, Tensor | Value] = {}
     for item, leaf in states.items():
         if item in scales:
@@ -208,14 +210,19 @@ def _param_states(
 
 
 def _scales(
-    unit: Unit, params: Sequence[Parameter], states: Mapping[str, Tensor | Value], match: FlatMatch
+    unit: Unit,
+    params: Sequence[Parameter],
+    states: Mapping[str, Tensor | Value],
+    parts: Mapping[str, StatePart],
+    match: FlatMatch,
 ) -> dict[str, dict[str, Tensor]]:
     """The scales of bitsandbytes' states in the vector of ``params``: by state, then by parameter."""
-    return {
-        scale: _read_scales(unit, params, leaf, of, match)
-        for scale, codes in scales_in(states).items()
-        if isinstance(leaf := states[scale], Tensor) and isinstance(of := states[codes], Tensor)
-    }
+    scales: dict[str, dict[str, Tensor]] = {}
+    for name, state in parts_with(Role.SCALE, parts).items():
+        scale, codes = states.get(name), states.get(state)
+        if isinstance(scale, Tensor) and isinstance(codes, Tensor):
+            scales[name] = _read_scales(unit, params, scale, codes, match)
+    return scales
 
 
 def _read_scales(

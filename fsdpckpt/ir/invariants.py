@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, Section
 from fsdpckpt.ir.copies import contradicting_copies
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
-from fsdpckpt.ir.quantized import maps_in, parts_in, scales_in
+from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, spans_of
 from fsdpckpt.ir.values import Value
@@ -222,7 +222,7 @@ def _uneven_states(
         if states:
             ndim = max((leaf.ndim for leaf in states.values() if isinstance(leaf, Tensor)), default=0)
             params.setdefault(ndim, []).append(key)
-            parts = {*parts_in(states), *scales_in(states), *maps_in(states)}
+            parts = quantized_parts(states)
             for name in [name for name in states if name not in parts]:
                 counts[ndim, name] = counts.get((ndim, name), 0) + 1
     for (ndim, name), count in counts.items():

@@ -1,123 +1,49 @@
-"""Describes optimizer states that are quantized in blocks: torchao's 8-bit, 4-bit and fp8 ones, and bitsandbytes'.
+"""The codec of quantized optimizer states: torchao's (``ir.torchao``) and bitsandbytes' (``ir.bitsandbytes``).
 
-A state of torchao is a code for each element and a scale for each block: a fixed number of consecutive elements of a
-rank's shard, row by row (``torchao.optim.subclass_8bit``, ``subclass_4bit``, ``subclass_fp8``). In the IR it is several
-entries of one dict, so that all other code sees ordinary tensors:
+In the IR a quantized state is several entries among the states of its parameter, so that all other code sees ordinary
+tensors. One of torchao is the record of how it is quantized under the state's name, and each part beside it:
 
     exp_avg         ``Blocks.record()``: an ``Object`` with torchao's class and the fields of ``Blocks``
-    exp_avg.codes   uint8 or float8_e4m3fn, of the parameter's shape; of 4-bit codes, two a byte, (rows / group, bytes)
-    exp_avg.scale   float32 (rows / group, blocks of a group)
-    exp_avg.qmap    float32 (256,) or (16,), what each code stands for; not of fp8
+    exp_avg.codes   and so on: the tensors
 
-A *group* is the fewest rows that are whole blocks. Where every cut lies between two groups, the ranks' codes and scales
-are exact slices of the whole, and cutting their first dimension cuts rows.
-
-The states of bitsandbytes (``bitsandbytes/optim/optimizer.py``, 0.50) are ordinary tensors:
-
-    state1, state2    one element for each of the parameter: float32, or uint8 codes of 8 bits
-    absmax1, absmax2  float32, with 8 bits: the scale of each block of codes, in memory order; the last may be shorter
-    qmap1, qmap2      float32 (256,), with 8 bits: what each code stands for
-
-Newer versions put them into one dict under each parameter, which hides them from FSDP; ``load_state_dict`` takes them
-with and without that dict.
+Readers split it (``split_state``), writers join it (``joined_states``). What is between them asks ``quantized_parts``:
+which entries are parts of a quantized state, and what each is of it, whichever library made them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd, prod
-from typing import Any, TypeVar, cast
+from enum import Enum
+from typing import NamedTuple, TypeVar, cast
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.tensors import Box, Tensor
-from fsdpckpt.ir.values import Global, Key, Object, Value
-
-TORCHAO, BITSANDBYTES = "torchao", "bitsandbytes"
-CODES, SCALE, QMAP = "codes", "scale", "qmap"
-_BITS = {"OptimState8bit": 8, "OptimState4bit": 4, "OptimStateFp8": 8}
-CLASSES = {
-    (f"torchao.{package}.{module}", name)
-    for package in ("optim", "prototype.low_bit_optim")  # the second up to torchao 0.8
-    for module, name in zip(("subclass_8bit", "subclass_4bit", "subclass_fp8"), _BITS, strict=True)
-}
-
-_WRAPPER = "__bnb_optimizer_quant_state__"
-_CODES = {"absmax1": "state1", "absmax2": "state2"}
-_MAPS = ("qmap1", "qmap2")
-_BLOCK_SIZES = (2048, 256)  # of bitsandbytes' older versions, and since
+from fsdpckpt.ir.bitsandbytes import MAPS, SCALES, unwrapped
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.torchao import CODES, QMAP, SCALE, Blocks, blocks_of
+from fsdpckpt.ir.values import Key, Object, Value
 
 _Item = TypeVar("_Item")
 _Name = TypeVar("_Name")  # of an entry: a key or a value, as the caller types its dicts
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """How one state is quantized: torchao's class, the dtype it shows, the parameter's shape, the elements in a block,
-    and whether the codes have a sign (None for fp8, whose class does not say).
-    """
+class Role(Enum):
+    """What an entry is of a quantized state."""
 
-    kind: Global
-    dtype: DType
-    shape: tuple[int, ...]
-    block: int
-    signed: bool | None
-
-    @property
-    def packed(self) -> bool:
-        """Whether a byte holds two codes."""
-        return _BITS[self.kind.name] == 4
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return (CODES, SCALE) if self.kind.name == "OptimStateFp8" else (CODES, SCALE, QMAP)
-
-    @property
-    def group(self) -> int:
-        """The number of rows in a group."""
-        return self.block // gcd(self.block, prod(self.shape[1:]))
-
-    def shape_of(self, part: str) -> tuple[int, ...]:
-        """The shape in the IR of the codes or the scale for all rows."""
-        elements = self.group * prod(self.shape[1:])
-        if part == SCALE:
-            return self.shape[0] // self.group, elements // self.block
-        return (self.shape[0] // self.group, elements // 2) if self.packed else self.shape
-
-    def box_of(self, part: str, box: Box) -> Box | None:
-        """The box of the whole codes or scale that belongs to ``box`` (elements of the parameter); None if a block
-        extends beyond it.
-        """
-        whole = box.offsets[1:] == (0,) * (len(self.shape) - 1) and box.sizes[1:] == self.shape[1:]
-        if not whole or box.offsets[0] % self.group or box.sizes[0] % self.group:
-            return None
-        shape = self.shape_of(part)
-        rows = self.group if shape != self.shape or part == SCALE else 1
-        zeros = (0,) * (len(shape) - 1)
-        return Box((box.offsets[0] // rows, *zeros), (box.sizes[0] // rows, *shape[1:]))
-
-    def record(self) -> Object:
-        return Object(self.kind, (Global("torch", self.dtype.name), self.shape, self.block, self.signed))
-
-    def __str__(self) -> str:
-        return f"{TORCHAO}'s {self.kind.name} in blocks of {self.block}"
+    CODES = "codes"
+    SCALE = "scale"  # one for each block of codes
+    MAP = "map"  # what each code stands for: equal on all ranks
 
 
-def is_blockwise(kind: Global) -> bool:
-    """Whether tensors of this class are states quantized in blocks."""
-    return (kind.module, kind.name) in CLASSES
+_ROLES = {CODES: Role.CODES, SCALE: Role.SCALE, QMAP: Role.MAP}
 
 
-def blocks_of(value: object) -> Blocks | None:
-    """What ``Blocks.record`` stored; None for any other value."""
-    if type(value) is not Object or not is_blockwise(value.function):
-        return None
-    match value.args:
-        case (Global("torch", name), tuple(shape), int(block), bool() | None as signed) if name in DTYPES and block > 0:
-            if shape and all(type(size) is int for size in shape):
-                return Blocks(value.function, DTYPES[name], shape, block, signed)  # type: ignore[arg-type]
-    return None
+class StatePart(NamedTuple):
+    """One entry among the states of a parameter that is no state of its own."""
+
+    role: Role
+    state: str  # the one that it belongs to; of bitsandbytes, the one with the codes
+    shape: tuple[int, ...] | None = None  # the shape that it shows for its parameter; None if it shows none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +52,60 @@ class Blockwise:
 
     blocks: Blocks
     tensors: Mapping[str, Tensor]
+
+
+def quantized_parts(entry: Mapping[_Name, object]) -> dict[str, StatePart]:
+    """The names in ``entry``, the states of one parameter, that are parts of quantized ones.
+
+    bitsandbytes' codes are not among them: they have the name and the shape of the state itself.
+    """
+    states = unwrapped(entry)
+    scaled = {codes for scale, codes in SCALES.items() if scale in states and codes in states}
+    parts = {scale: StatePart(Role.SCALE, codes) for scale, codes in SCALES.items() if codes in scaled}
+    if scaled:
+        parts |= {name: StatePart(Role.MAP, codes) for name, codes in MAPS.items() if name in states}
+    for name, blocks in states_in_blocks(states):
+        for part in blocks.parts:
+            shape = None if part == QMAP else blocks.shape
+            parts[part_name(name, part)] = StatePart(_ROLES[part], str(name), shape)
+    return parts
+
+
+def parts_with(role: Role, parts: Mapping[str, StatePart]) -> dict[str, str]:
+    """The parts with this role, each with its state."""
+    return {name: part.state for name, part in parts.items() if part.role is role}
+
+
+def states_in_blocks(entry: Mapping[_Name, object]) -> Iterator[tuple[_Name, Blocks]]:
+    """The names in ``entry`` that are states of torchao."""
+    for name, value in entry.items():
+        if type(value) is Object and (blocks := blocks_of(value)) is not None:
+            yield name, blocks
+
+
+class ShownShape(NamedTuple):
+    """A tensor among the states of a parameter that shows a shape for it."""
+
+    name: str
+    state: str  # that it is or belongs to
+    tensor: Tensor
+    shape: tuple[int, ...]
+
+
+def shown_shapes(entry: Mapping[str, object]) -> Iterator[ShownShape]:
+    """Each tensor in ``entry`` that has dimensions, with the shape that its parameter would have.
+
+    For torchao's codes and scales that is the shape of their state. Maps and bitsandbytes' scales show none.
+    """
+    parts = quantized_parts(entry)
+    for name, leaf in entry.items():
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            continue
+        part = parts.get(name)
+        if part is None:
+            yield ShownShape(name, name, leaf, leaf.shape)
+        elif part.shape is not None:
+            yield ShownShape(name, part.state, leaf, part.shape)
 
 
 def part_name(name: object, part: str) -> str:
@@ -137,35 +117,17 @@ def split_state(name: Key, blocks: Blocks, parts: Mapping[str, _Item]) -> dict[K
     return {name: blocks.record(), **{part_name(name, part): item for part, item in parts.items()}}
 
 
-def parts_in(entry: Mapping[_Name, object]) -> dict[str, tuple[Blocks, str]]:
-    """The names in ``entry`` that are parts of a state, each with the ``Blocks`` of the state and which part it is."""
-    return {
-        part_name(name, part): (blocks, part)
-        for name, value in entry.items()
-        if (blocks := blocks_of(value)) is not None
-        for part in blocks.parts
-    }
-
-
-def parameter_shapes(entry: Mapping[_Name, object]) -> Iterator[tuple[_Name, Tensor, tuple[int, ...]]]:
-    """Each tensor in ``entry`` that has dimensions, with its name and the shape that its parameter would have.
-
-    For codes and scales that is the shape of their state; a ``qmap`` says nothing and is left out.
-    """
-    parts = parts_in(entry)
-    for name, leaf in entry.items():
-        blocks, part = parts.get(str(name), (None, ""))
-        if isinstance(leaf, Tensor) and leaf.ndim and part != QMAP:
-            yield name, leaf, leaf.shape if blocks is None else blocks.shape
-
-
 def joined_states(entry: Mapping[_Name, Value]) -> Iterator[tuple[_Name, Value | Blockwise]]:
     """The inverse of ``split_state`` for the items of ``entry``. Raises SourceCorruptError for a state that lacks a
     part.
     """
-    parts = parts_in(entry) if any(type(value) is Object for value in entry.values()) else {}
+    states = dict(states_in_blocks(entry))
+    if not states:
+        yield from entry.items()
+        return
+    parts = {part_name(name, part) for name, blocks in states.items() for part in blocks.parts}
     for name, value in entry.items():
-        blocks = blocks_of(value) if parts else None
+        blocks = states.get(name)
         if blocks is not None:
             yield name, Blockwise(blocks, {part: _tensor(entry, name, blocks, part) for part in blocks.parts})
         elif name not in parts:
@@ -183,33 +145,3 @@ def _tensor(entry: Mapping[_Name, Value], name: _Name, blocks: Blocks, part: str
             why="the source was edited by hand",
         )
     return tensor
-
-
-def unwrapped(entry: Any) -> Any:
-    """The states of one parameter without the dict that hides them from FSDP; anything else unchanged."""
-    if not isinstance(entry, dict) or not isinstance(entry.get(_WRAPPER), dict):
-        return entry
-    return {**{name: item for name, item in entry.items() if name != _WRAPPER}, **entry[_WRAPPER]}
-
-
-def is_codes(name: object) -> bool:
-    """Whether a state with this name may be quantized."""
-    return name in _CODES.values()
-
-
-def scales_in(entry: Mapping[str, object]) -> dict[str, str]:
-    """The states in ``entry`` that are scales, each with the state that has its codes."""
-    return {scale: codes for scale, codes in _CODES.items() if scale in entry and codes in entry}
-
-
-def maps_in(entry: Mapping[str, object]) -> tuple[str, ...]:
-    """The states in ``entry`` that map codes to values, equal on all ranks."""
-    return tuple(name for name in _MAPS if name in entry) if scales_in(entry) else ()
-
-
-def block_of(lengths: Iterable[tuple[int, int]]) -> int | None:
-    """The number of codes in a block, from the numbers of codes and scales; None if no block size of the
-    library fits.
-    """
-    pairs = list(lengths)
-    return next((size for size in _BLOCK_SIZES if all(-(-codes // size) == scales for codes, scales in pairs)), None)

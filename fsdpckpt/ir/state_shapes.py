@@ -23,7 +23,7 @@ from math import prod
 from typing import TypeAlias
 
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.quantized import parameter_shapes
+from fsdpckpt.ir.quantized import ShownShape, shown_shapes
 from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
 from fsdpckpt.ir.values import Value
 
@@ -70,10 +70,10 @@ class ShownShapes:
         states = self._state.get(key, {})
         if self._covers_no_parameter(key, states):
             return frozenset()
-        shapes = frozenset(shape for name, _, shape in _whole_states(states) if mirrors(name))
+        whole = list(_whole_states(states))
+        shapes = frozenset(shown.shape for shown in whole if mirrors(shown.state))
         if not shapes:
-            others = [(name, shape) for name, _, shape in _whole_states(states)]
-            shapes = frozenset(shape for name, shape in others if _FACTORS.isdisjoint(name.split("_")))
+            shapes = frozenset(shown.shape for shown in whole if _FACTORS.isdisjoint(shown.name.split("_")))
         if shapes:
             return shapes
         scalars = [name for name, leaf in states.items() if isinstance(leaf, Tensor) and not leaf.ndim]
@@ -83,9 +83,9 @@ class ShownShapes:
         """Each state of the parameter that mirrors it: its name and shape."""
         states = self._state.get(key, {})
         if not self._covers_no_parameter(key, states):
-            for name, _, shape in _whole_states(states):
-                if mirrors(name):
-                    yield name, shape
+            for shown in _whole_states(states):
+                if mirrors(shown.state):
+                    yield shown.name, shown.shape
 
     def _covers_no_parameter(self, key: ParamKey, states: Mapping[str, Tensor | Value]) -> bool:
         """Whether the states are known to be of a projection, or of chosen elements alone."""
@@ -93,8 +93,8 @@ class ShownShapes:
 
 
 def mirrors(name: str) -> bool:
-    """Whether a state of this name, or one in blocks of which this is a part, has its parameter's shape."""
-    return name in _MIRRORS or name.partition(".")[0] in _MIRRORS
+    """Whether a state of this name has its parameter's shape."""
+    return name in _MIRRORS
 
 
 def spanning_state(states: Mapping[str, Tensor | Value]) -> str | None:
@@ -104,11 +104,11 @@ def spanning_state(states: Mapping[str, Tensor | Value]) -> str | None:
     return next((name for name in states if name in _SPANNING), None)
 
 
-def _whole_states(states: Mapping[str, Tensor | Value]) -> Iterator[tuple[str, Tensor, Shape]]:
-    """``parameter_shapes`` without slices of flat parameters, which have a length and no shape."""
-    for name, leaf, shape in parameter_shapes(states):
-        if not isinstance(leaf.cut, (Slices, OneSlice)):
-            yield name, leaf, shape
+def _whole_states(states: Mapping[str, Tensor | Value]) -> Iterator[ShownShape]:
+    """``shown_shapes`` without slices of flat parameters, which have a length and no shape."""
+    for shown in shown_shapes(states):
+        if not isinstance(shown.tensor.cut, (Slices, OneSlice)):
+            yield shown
 
 
 def may_mirror(name: str, state: Shape, parameter: Shape) -> bool:

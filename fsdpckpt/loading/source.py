@@ -25,9 +25,10 @@ from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.quantized import TORCHAO, Blockwise
+from fsdpckpt.ir.quantized import Blockwise
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Box, Tensor
+from fsdpckpt.ir.torchao import TORCHAO
 from fsdpckpt.ir.values import Value
 from fsdpckpt.lazy import copy_blocks
 from fsdpckpt.options import ConvertOptions

@@ -16,7 +16,7 @@ from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.globs import matches
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.quantized import parameter_shapes
+from fsdpckpt.ir.quantized import shown_shapes
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
 from fsdpckpt.layouts import is_cut_unevenly, on_dimensions, on_mesh
 from fsdpckpt.text import first_lines, plural, shape_text, some_of
@@ -218,10 +218,10 @@ def _parameters(named: Checkpoint, cut: Collection[str] = ()) -> Iterator[tuple[
     param_shapes: dict[str, tuple[int, ...] | None] = {
         name: param.shape for name, param in params.items() if isinstance(param, Tensor)
     }
-    shown: dict[Tensor, tuple[int, ...]] = {}  # by state: the shape that it shows for its parameter
+    shown_by: dict[Tensor, tuple[int, ...]] = {}  # by state: the shape that it shows for its parameter
     for key, states in named.optim.state.items() if named.optim is not None else ():
-        shapes = {tensor: shape for _, tensor, shape in parameter_shapes(states)}
-        shown.update(shapes)
+        shapes = {shown.tensor: shown.shape for shown in shown_shapes(states)}
+        shown_by.update(shapes)
         distinct = set(shapes.values())
         param_shapes.setdefault(str(key), distinct.pop() if len(distinct) == 1 else None)
     for leaf in named.tensors():
@@ -231,7 +231,7 @@ def _parameters(named: Checkpoint, cut: Collection[str] = ()) -> Iterator[tuple[
         if leaf.section is not Section.OPTIM or leaf.state is None:
             if (leaf.section is Section.MODEL and leaf.state is None) or tensor.sharded:
                 yield leaf.key, leaf
-        elif shown.get(tensor, tensor.shape) == param_shapes[leaf.param]:
+        elif shown_by.get(tensor, tensor.shape) == param_shapes[leaf.param]:
             yield leaf.param, leaf
         elif tensor.sharded:
             raise UsageError(

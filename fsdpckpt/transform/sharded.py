@@ -16,23 +16,14 @@ from functools import partial
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError, to_copy
 from fsdpckpt.globs import matches
+from fsdpckpt.ir.bitsandbytes import BITSANDBYTES
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.quantized import (
-    BITSANDBYTES,
-    CODES,
-    SCALE,
-    TORCHAO,
-    Blocks,
-    blocks_of,
-    parameter_shapes,
-    part_name,
-    scales_in,
-    unwrapped,
-)
+from fsdpckpt.ir.quantized import Role, part_name, parts_with, quantized_parts, shown_shapes
 from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
+from fsdpckpt.ir.torchao import CODES, SCALE, TORCHAO, Blocks, blocks_of
 from fsdpckpt.ir.values import Value, with_tensors
 from fsdpckpt.layouts import mesh_box, row_sharding
 from fsdpckpt.text import first_lines, listed, plural, some_of
@@ -239,7 +230,7 @@ def _decide_entry(
 ) -> dict[str, Tensor | Value]:
     """One parameter's states: those in the parameter's shape are sharded if it is, all others are replicated."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
-    shapes = {name: shape for name, _, shape in parameter_shapes(entry)}
+    shapes = {shown.name: shown.shape for shown in shown_shapes(entry)}
     distinct = set(shapes.values())
     param_shape = param.shape if isinstance(param, Tensor) else distinct.pop() if len(distinct) == 1 else None
     param_sharded = bool(param.sharded) if isinstance(param, Tensor) else True
@@ -299,11 +290,29 @@ def refuse_casts(checkpoint: Checkpoint) -> None:
             f"{flags.optim_dtype} cannot cast {key}: it is {blocks}", key=key, next_step=f"drop {flags.optim_dtype}"
         )
     for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
-        for scale in scales_in(unwrapped(states)):
+        for scale in parts_with(Role.SCALE, quantized_parts(states)):
             raise UsageError(
                 f"{flags.optim_dtype} cannot cast {param}.{scale}: it scales {BITSANDBYTES}' 8-bit states",
                 key=str(param),
                 next_step=f"drop {flags.optim_dtype}",
+            )
+
+
+def refuse_cut_codes(checkpoint: Checkpoint) -> None:
+    """Raises SourceUnsupportedError for a sharded state of bitsandbytes with a scale for each block of its codes."""
+    for key, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
+        for scale, name in parts_with(Role.SCALE, quantized_parts(states)).items():
+            codes = states.get(name)
+            if not isinstance(codes, Tensor) or not codes.sharded:
+                continue
+            raise SourceUnsupportedError(
+                f"{key}.{name} is one of {BITSANDBYTES}' 8-bit states: shards would not hold whole blocks of it",
+                key=f"{key}.{name}",
+                file=checkpoint.source,
+                why=f"{scale} has one scale for each block of a rank's elements: other blocks would have to be "
+                f"quantized again, which changes values; and {BITSANDBYTES} does not run on DTensors",
+                next_step=f"convert to another layout ({flags.to('full')}, {flags.to('flattened')}), or only the "
+                f"model ({flags.only('model')})",
             )
 
 
@@ -347,6 +356,7 @@ def _has_whole_blocks(blocks: Blocks, sharding: Sharding) -> bool:
         if not box.numel:
             continue
         scale = mesh_box(blocks.shape_of(SCALE), sharding, rank)
-        if blocks.box_of(SCALE, box) != scale:
+        held = blocks.boxes_of(box)
+        if held is None or held[SCALE] != scale:
             return False
     return True

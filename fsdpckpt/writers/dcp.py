@@ -22,15 +22,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fsdpckpt.errors import InternalError
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.formats.pickle.write import PickleWriter, dumps
 from fsdpckpt.formats.zip_write import ALIGNMENT, Records, TensorBox
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.quantized import CODES, QMAP, Blocks, Blockwise
+from fsdpckpt.ir.quantized import Blockwise
 from fsdpckpt.ir.targets import PER_ITEM, ItemKinds, LinkedFile, Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride, first_equal
+from fsdpckpt.ir.torchao import CODES, Blocks
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import (
     DistinctChunks,
@@ -388,11 +390,14 @@ class _Items:
         blocks = value.blocks
         if not box.numel:
             return self._tensor(blocks.dtype, box.sizes)
-        parts = {tensor: blocks.box_of(part, box) for part, tensor in value.tensors.items() if part != QMAP}
+        boxes_of_parts = blocks.boxes_of(box)
+        if boxes_of_parts is None:
+            raise InternalError(f"a box of {blocks} was laid out that cuts a block: {box}")
+        boxes = {tensor: boxes_of_parts.get(part) for part, tensor in value.tensors.items()}  # none of the map
         records = Records()
 
         def stored(tensor: Tensor) -> StorageView:
-            content = TensorBox(tensor, tensor.dtype, parts.get(tensor) or Box.whole(tensor.shape))
+            content = TensorBox(tensor, tensor.dtype, boxes.get(tensor) or Box.whole(tensor.shape))
             sizes = content.box.sizes
             return StorageView(records.add(content), tensor.dtype, 0, sizes, contiguous_stride(sizes), content.nbytes)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
-from fsdpckpt.formats.torch.tensors import StoredBlocks
+from fsdpckpt.formats.torch.torchao import StoredBlocks
 from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.readers.dcp import blockwise
 from tests.golden.torchao.net import KINDS, SHAPES, make, save_ranks, state_of, step

@@ -141,6 +141,21 @@ def test_slices_that_cut_blocks_are_refused_with_the_numbers_of_ranks_that_work(
     assert any("keyed by id: slices begin inside blocks of bitsandbytes' 8-bit states" in note for note in notes)
 
 
+@pytest.mark.parametrize("container", ["torch", "dcp"])
+def test_shards_would_part_codes_from_their_scales(container: str, tmp_path: Path) -> None:
+    source = save(tmp_path / "source", 2, orig=True)
+    fsdpckpt.convert(source, tmp_path / "full.pt", to="full", key_type="name")
+    one = torch.load(tmp_path / "full.pt", weights_only=True)["optimizer"]["state"]["w"]
+    by_id = {"state": {0: one}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save({"model": {"w": torch.ones(SHAPES["w"])}, "optimizer": by_id}, tmp_path / "by_id.pt")
+    for name, key in (("source", "0"), ("full.pt", "w"), ("by_id.pt", "0")):
+        sharded: dict[str, Any] = {"to": "sharded", "container": container}
+        with pytest.raises(SourceUnsupportedError, match="would not hold whole blocks") as raised:
+            fsdpckpt.convert(tmp_path / name, tmp_path / "two", **sharded, world_size=2)
+        assert raised.value.key == f"{key}.state1"
+        fsdpckpt.convert(tmp_path / name, tmp_path / f"one-{key}-{Path(name).stem}", **sharded, world_size=1)
+
+
 def test_scales_are_not_cast(tmp_path: Path) -> None:
     source = save(tmp_path / "source", 2, orig=False)
     with pytest.raises(UsageError, match=r"cannot cast 0\.absmax1: it scales bitsandbytes' 8-bit states"):

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
-from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, stored_blocks
+from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped
+from fsdpckpt.formats.torch.torchao import stored_blocks
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Origin
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, split_state
+from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import (
     Chunks,
     MeshShape,
@@ -22,6 +23,7 @@ from fsdpckpt.ir.tensors import (
     Tensor,
     contiguous_stride,
 )
+from fsdpckpt.ir.torchao import CODES, QMAP, SCALE
 from fsdpckpt.ir.values import Global
 from fsdpckpt.transform.sharded import refuse_casts, refuse_in_blocks, require_whole_blocks
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir import Layout, section_of
-from fsdpckpt.ir.quantized import unwrapped
+from fsdpckpt.ir.bitsandbytes import unwrapped
 from fsdpckpt.transform.selection import select_section
 from fsdpckpt.transform.weight_decay import list_parameters, note_one_group
 

@@ -27,6 +27,7 @@ from fsdpckpt.transform.sharded import (
     decide_sharded,
     mark_sharded,
     note_undetermined,
+    refuse_cut_codes,
     require_whole_blocks,
 )
 
@@ -79,6 +80,8 @@ def place_rest(draft: Draft, decision: Decision) -> Draft:
             checkpoint = warn_of_uneven_cuts(checkpoint)
     if sharded and decision.world_size is not None:
         require_whole_blocks(checkpoint, decision.world_size, placed=decision.mesh is not None)
+        if decision.world_size > 1:
+            refuse_cut_codes(checkpoint)
     return draft.with_checkpoint(checkpoint)
 
 

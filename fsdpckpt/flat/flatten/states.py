@@ -23,7 +23,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey, stored_entry
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.quantized import maps_in, scales_in
+from fsdpckpt.ir.quantized import Role, parts_with, quantized_parts
 from fsdpckpt.ir.tensors import Flattened, Slices, Tensor
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Value
@@ -45,7 +45,8 @@ def unit_states(
     entries = [state[param.name] for param in params if param.name in state]
     if not entries:
         return None
-    scales, maps = scales_in(entries[0]), maps_in(entries[0])
+    parts = quantized_parts(entries[0])
+    scales, maps = parts_with(Role.SCALE, parts), parts_with(Role.MAP, parts)
     block = Quantized.of(unit, state).block or 1
     states: dict[str, UnitState | Tensor | Value] = {}
     for name, first in entries[0].items():
@@ -208,7 +209,8 @@ class FlatOptimizer:
         return ranges
 
     def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
-        param, parts, scales = self._params[name], (FlatPart(0, begin, count),), scales_in(states)
+        param, parts = self._params[name], (FlatPart(0, begin, count),)
+        scales = parts_with(Role.SCALE, quantized_parts(states))
         entry: dict[str, Any] = dict(states)
         for item, leaf in states.items():
             if not isinstance(leaf, Tensor) or not leaf.ndim:
@@ -223,7 +225,7 @@ class FlatOptimizer:
     def _misshapen(self, name: str) -> list[str]:
         """What is wrong with the states of a parameter. One that is not sharded may have states of any shape."""
         param, sharded, states = self._params[name], self._holder[name].sharded, self._state.get(name, {})
-        other = {*scales_in(states), *maps_in(states)}
+        other = quantized_parts(states)
         return [
             shape_mismatch(param, item, leaf)
             for item, leaf in states.items()
@@ -257,7 +259,7 @@ def require_equal_states(checkpoint: Checkpoint, units: Units, sources: Sources)
 def _disagreements(unit: Unit, optim: Optimizer, checkpoint: Checkpoint, sources: Sources) -> Iterator[str]:
     params = [param for param in deciding_params(unit) if optim.state.get(param.name)]
     entries = [optim.state[param.name] for param in params]
-    parts = {name for entry in entries for name in (*scales_in(entry), *maps_in(entry))}
+    parts = {name for entry in entries for name in quantized_parts(entry)}
     for state in dict.fromkeys(name for entry in entries for name in entry):
         tensors = [leaf for entry in entries if isinstance(leaf := entry.get(state), Tensor)]
         per_unit = state not in parts and len(tensors) == len(params) and _is_per_unit(state, tensors, params)

@@ -17,8 +17,8 @@ from enum import Enum
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnsafeError
 from fsdpckpt.ir.dtypes import DTYPES, STORAGE_DTYPES
-from fsdpckpt.ir.quantized import CLASSES
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.torchao import CLASSES
 from fsdpckpt.ir.values import Decoder, Json, Value
 
 

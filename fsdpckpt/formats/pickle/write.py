@@ -12,15 +12,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from math import prod
 from typing import Any
 
 from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.allowlist import kind_of
 from fsdpckpt.formats.pickle.opcodes import TUPLE_ENDS, PickleOpcodes, StorageView, flag, integer
-from fsdpckpt.ir.quantized import CODES, SCALE, Blockwise, joined_states
+from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
+from fsdpckpt.ir.torchao import SCALE
 from fsdpckpt.ir.values import Global, Object, Value
 
 # pickle's batch size: longer lists and dicts are appended in several steps.
@@ -215,20 +215,23 @@ class PickleWriter(PickleOpcodes):
         """Write a state in blocks, whose tensors ``stored`` returns: all of it, or whole groups of its rows."""
         blocks, text = value.blocks, self.text
         views = {part: stored(tensor) for part, tensor in value.tensors.items()}
-        numel = prod(views[SCALE].shape) * blocks.block
-        shape = (numel // prod(blocks.shape[1:]), *blocks.shape[1:])
-        flat = {CODES: (numel // 2,) if blocks.packed else shape, SCALE: (numel // blocks.block,)}
-        self.wrapper((blocks.kind.module, blocks.kind.name), shape, blocks.dtype)
+        shard = blocks.shard_of(views[SCALE].shape)
+        shapes = blocks.stored_shapes(shard)
+        self.wrapper((blocks.kind.module, blocks.kind.name), shard, blocks.dtype)
         self.raw(b"}(")
         for part, view in views.items():
-            extents = flat.get(part, view.shape)
+            extents = shapes.get(part, view.shape)
             self.raw(text(part))
             self.view(view._replace(shape=extents, stride=contiguous_stride(extents)))
-        if blocks.signed is not None:
-            self.raw(text("signed") + flag(blocks.signed))
-        if blocks.packed:
-            self.raw(text("_shape") + self.size(shape))
-        self.raw(text("block_size") + integer(blocks.block) + b"utR")
+        for name, setting in blocks.settings(shard).items():
+            self.raw(text(name))
+            if isinstance(setting, bool):
+                self.raw(flag(setting))
+            elif isinstance(setting, int):
+                self.raw(integer(setting))
+            else:
+                self.raw(self.size(setting))
+        self.raw(b"utR")
 
     def _appends(self, values: Sequence[Value]) -> None:
         if len(values) == 1:

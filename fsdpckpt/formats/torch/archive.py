@@ -21,7 +21,8 @@ from fsdpckpt.formats.pickle import StubInstance, as_object, load
 from fsdpckpt.formats.pickle.check import MAX_DEPTH, check_expansion, check_size, too_deep
 from fsdpckpt.formats.torch.distributed import Distributed, DistributedBlocks, DistributedParser
 from fsdpckpt.formats.torch.loadable import array_object, decode_stand_in, is_stand_in
-from fsdpckpt.formats.torch.tensors import Refused, StoredBlocks, StoredTensor, TensorBuilder, Wrapped
+from fsdpckpt.formats.torch.tensors import Refused, StoredTensor, TensorBuilder, Wrapped
+from fsdpckpt.formats.torch.torchao import StoredBlocks
 from fsdpckpt.formats.zip import SERIALIZATION_ID, ZipDirectory, ZipRecord, read_directory
 from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.quantized import split_state

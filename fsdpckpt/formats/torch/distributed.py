@@ -25,9 +25,9 @@ from fsdpckpt.formats.torch.mesh import (
     attributes_of,
     merge_states,
 )
-from fsdpckpt.formats.torch.tensors import StoredBlocks, StoredTensor, Wrapped, size_of, stored_blocks
+from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
+from fsdpckpt.formats.torch.torchao import StoredBlocks, stored_blocks
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.tensors import (
     Box,
     MeshShape,
@@ -41,6 +41,7 @@ from fsdpckpt.ir.tensors import (
     contiguous_stride,
     placements_text,
 )
+from fsdpckpt.ir.torchao import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.layouts import (
     LocalBox,
     distribute_tensor_boxes,
@@ -160,22 +161,21 @@ class DistributedParser(FileParser):
     def _in_blocks(self, local: StoredBlocks, codes: Distributed, key: str) -> DistributedBlocks:
         """The parts of a state in blocks. ``codes``: where its codes would be if there were one for each element."""
         blocks = replace(local.blocks, shape=codes.shape)
+        boxes = [blocks.boxes_of(Box(box.start, box.size)) for box in codes.boxes]
+        if len(boxes) > 1 or None in boxes:
+            raise SourceUnsupportedError(
+                f"{key} is {blocks}, which {codes.cut} on this mesh cuts apart",
+                key=key,
+                file=self._source.path,
+                expected=f"shards of whole rows, {blocks.group} or a multiple of it",
+                found=", ".join(f"{box.size} from {box.start}" for box in codes.boxes),
+                why="only whole blocks have a place in the whole tensor",
+            )
         parts: dict[str, Distributed | StoredTensor] = {}
         for part in (CODES, SCALE):
             stored = local.parts[part]
-            boxes = [blocks.box_of(part, Box(box.start, box.size)) for box in codes.boxes]
-            if len(boxes) > 1 or None in boxes:
-                raise SourceUnsupportedError(
-                    f"{key} is {blocks}, which {codes.cut} on this mesh cuts apart",
-                    key=key,
-                    file=self._source.path,
-                    expected=f"shards of whole rows, {blocks.group} or a multiple of it",
-                    found=", ".join(f"{box.size} from {box.start}" for box in codes.boxes),
-                    why="only whole blocks have a place in the whole tensor",
-                )
-            at = [
-                BoxInFile(box.offsets, box.sizes, stored.offset, contiguous_stride(box.sizes)) for box in boxes if box
-            ]
+            held = [of_parts[part] for of_parts in boxes if of_parts is not None]
+            at = [BoxInFile(box.offsets, box.sizes, stored.offset, contiguous_stride(box.sizes)) for box in held]
             parts[part] = replace(codes, dtype=stored.dtype, shape=blocks.shape_of(part), boxes=tuple(at))
         if QMAP in local.parts:
             parts[QMAP] = local.parts[QMAP]

@@ -28,7 +28,7 @@ from typing import TypeAlias
 from fsdpckpt.errors import damaged
 from fsdpckpt.formats.pickle.allowlist import decode_allowed
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.quantized import blocks_of
+from fsdpckpt.ir.torchao import blocks_of
 from fsdpckpt.ir.values import Global, Json, Key, Object, Value, encode, like, numpy_code
 
 ARRAY = "_fsdpckpt_array"

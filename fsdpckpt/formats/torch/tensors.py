@@ -3,22 +3,19 @@
 Follows ``torch.serialization``'s ``persistent_load`` (a storage is the record ``data/<key>``) and the rebuild functions
 of ``torch._utils`` and ``torch._tensor``. A tensor that is not plain strided data becomes a ``Refused`` mark, so that
 the walk over the tree can name its key.
-
-torchao's optimizer states are a tensor subclass that wraps codes, scales and a map: ``stored_blocks`` parses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import NoReturn, cast
 
-from fsdpckpt.errors import COPY_AGAIN, SourceUnsupportedError, damaged
+from fsdpckpt.errors import COPY_AGAIN, damaged
 from fsdpckpt.formats.torch.loadable import ARRAY, has_valid_digest
 from fsdpckpt.formats.zip import ZipRecord
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, STORAGE_DTYPES, DType
-from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks
 from fsdpckpt.ir.tensors import contiguous_stride
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.text import bytes_text, truncate
@@ -244,78 +241,3 @@ _RULES: Mapping[str, Callable[[TensorBuilder, tuple[object, ...]], object]] = {
     "_rebuild_from_type_v2": TensorBuilder._typed,
     "_rebuild_device_tensor_from_cpu_tensor": lambda _, arguments: arguments[0],
 }
-
-
-_CODES = {"OptimStateFp8": DTYPES["float8_e4m3fn"]}  # all others have bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredBlocks:
-    """What one file holds of a state in blocks: that of a parameter's shard. ``blocks``: its form, with the shard's
-    shape.
-    """
-
-    blocks: Blocks
-    parts: Mapping[str, StoredTensor]
-
-    def whole(self) -> dict[str, StoredTensor]:
-        """The parts of a state that is entirely in this file, in the shapes of the IR."""
-        made: dict[str, StoredTensor] = {}
-        for part, stored in self.parts.items():
-            shape = stored.shape if part == QMAP else self.blocks.shape_of(part)
-            sharded = False if part == QMAP else stored.sharded
-            made[part] = replace(stored, shape=shape, stride=contiguous_stride(shape), sharded=sharded)
-        return made
-
-
-def stored_blocks(wrapped: Wrapped, file: str, key: str) -> StoredBlocks:
-    """The state in ``wrapped``, of one of ``CLASSES``.
-
-    Raises SourceCorruptError if its parts contradict each other, SourceUnsupportedError if a block does not end at a
-    whole byte of a row.
-    """
-    state = wrapped.state if isinstance(wrapped.state, dict) else {}
-    block, signed = state.get("block_size"), state.get("signed")
-    if type(block) is not int or block < 1 or type(signed) not in (bool, type(None)) or not wrapped.shape:
-        _corrupt(file, key, wrapped, "a block size", f"{block!r:.40}")
-    blocks = Blocks(wrapped.kind, wrapped.dtype, wrapped.shape, block, signed)
-    parts = {part: _wait_result(state.get(part)) for part in blocks.parts}
-    numel = prod(wrapped.shape)
-    if numel % block or (blocks.packed and block % 2):  # whole blocks are whole groups
-        _corrupt(file, key, wrapped, f"elements in whole blocks of {block}", f"shape {wrapped.shape}")
-    codes = _CODES.get(wrapped.kind.name, DTYPES["uint8"])
-    shapes = {CODES: (numel // 2,) if blocks.packed else wrapped.shape, SCALE: (numel // block,)}
-    stored: dict[str, StoredTensor] = {}
-    for part, tensor in parts.items():
-        wanted = codes if part == CODES else DTYPES["float32"]
-        if not isinstance(tensor, StoredTensor) or tensor.dtype is not wanted:
-            _corrupt(file, key, wrapped, f"{part} of type {wanted.name}", _describe(tensor))
-        if part in shapes and tensor.shape != shapes[part]:
-            _corrupt(file, key, wrapped, f"{part} of shape {shapes[part]}", _describe(tensor))
-        if tensor.stride != contiguous_stride(tensor.shape):
-            raise SourceUnsupportedError(
-                f"{key}: the {part} of {blocks} are not in row-major order", key=key, file=file
-            )
-        stored[part] = tensor
-    if "_shape" in state and size_of(state["_shape"]) != wrapped.shape:
-        _corrupt(file, key, wrapped, f"the shape {wrapped.shape}", f"{state['_shape']!s:.40}")
-    return StoredBlocks(blocks, stored)
-
-
-def _wait_result(value: object) -> object:
-    """The result of a collective: torchao's full states on CPU still hold it wrapped."""
-    if isinstance(value, Wrapped) and value.kind.name == "AsyncCollectiveTensor":
-        state = value.state[1] if isinstance(value.state, tuple) and len(value.state) == 2 else value.state
-        return state.get("elem") if isinstance(state, dict) else None
-    return value
-
-
-def _describe(tensor: object) -> str:
-    if isinstance(tensor, StoredTensor):
-        return f"{tensor.dtype.name} of shape {tensor.shape}"
-    return type(tensor).__name__
-
-
-def _corrupt(file: str, key: str, wrapped: Wrapped, expected: str, found: str) -> NoReturn:
-    why = "the file is damaged, or was written by a torchao version that fsdpckpt does not know"
-    raise damaged(file, f"{key}: the parts of a {wrapped.kind} do not fit", expected, found, key=key, why=why)

@@ -13,10 +13,12 @@ from fsdpckpt.errors import SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor
 from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.torch import open_archive
-from fsdpckpt.formats.torch.tensors import StoredBlocks, TensorBuilder, Wrapped, stored_blocks
+from fsdpckpt.formats.torch.tensors import TensorBuilder, Wrapped
+from fsdpckpt.formats.torch.torchao import StoredBlocks, stored_blocks
 from fsdpckpt.ir.checkpoint import Checksums
-from fsdpckpt.ir.quantized import CODES, QMAP, SCALE, Blocks, is_blockwise, split_state
+from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import Box, Boxes, Chunks, Tensor
+from fsdpckpt.ir.torchao import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.dcp.directory import DcpDirectory
 from fsdpckpt.readers.protocol import ChunkedTensor, Tree, build_tensors
@@ -100,11 +102,12 @@ def _state(directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[Sto
         name = directory.metadata.files[int(chunks.file[row])]
         if item is None or replace(item.blocks, shape=tensor.shape) != blocks or item.blocks.shape != box.sizes:
             _refuse(directory, key, blocks, f"{name}: {item.blocks if item is not None else 'a plain tensor'}")
+        boxes_of_parts = blocks.boxes_of(box) if ndim == len(box.sizes) else None
+        if boxes_of_parts is None:
+            _refuse(directory, key, blocks, f"{box.sizes} from {box.offsets}")
         for part in blocks.parts:
             stored = item.parts[part]
-            at = Box.whole(stored.shape) if part == QMAP else blocks.box_of(part, box)
-            if at is None or ndim != len(box.sizes):
-                _refuse(directory, key, blocks, f"{box.sizes} from {box.offsets}")
+            at = boxes_of_parts.get(part, Box.whole(stored.shape))  # the map is whole in each
             columns[part].append((directory.ranks[name], directory.numbers[name], stored.offset, at))
     parts = {}
     for part, rows in columns.items():

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from fsdpckpt.ir.attached_states import param_keys
 from fsdpckpt.ir.checkpoint import Container, Layout, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.quantized import shown_shapes
 from fsdpckpt.ir.state_shapes import mirrors
 from fsdpckpt.ir.tensors import Chunks, PerRank, Sharded, Tensor, Whole
 from fsdpckpt.ir.values import Value
@@ -101,8 +102,9 @@ def join_local_tensors(tree: Tree, sections: Sections, optim: Optimizer | None) 
 
 def _layout(states: Mapping[str, Tensor | Value], world_size: int) -> _Layout | None:
     """How the states that mirror a parameter are cut; None without any, or if a rank holds several boxes."""
-    for name, leaf in states.items():
-        if isinstance(leaf, Tensor) and isinstance(leaf.cut, Sharded) and leaf.ndim and mirrors(name):
+    for shown in shown_shapes(states):
+        leaf = shown.tensor
+        if isinstance(leaf.cut, Sharded) and mirrors(shown.state) and leaf.shape == shown.shape:
             ranks: list[int] = leaf.chunks.rank.tolist()
             sizes = [tuple(size) for size in leaf.chunks.size.tolist()]
             if len(set(ranks)) == len(ranks):

@@ -21,10 +21,12 @@ import numpy as np
 from fsdpckpt.formats.torch import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.bitsandbytes import BITSANDBYTES, may_be_codes, unwrapped
 from fsdpckpt.ir.checkpoint import Problem, Section
 from fsdpckpt.ir.coverage import flaws
-from fsdpckpt.ir.quantized import BITSANDBYTES, Blocks, blocks_of, is_codes, parts_in, unwrapped
+from fsdpckpt.ir.quantized import quantized_parts, states_in_blocks
 from fsdpckpt.ir.tensors import Boxes, Chunks, Replicate, Sharded, Slices, Tensor
+from fsdpckpt.ir.torchao import Blocks, blocks_of
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
@@ -87,12 +89,12 @@ class Merge:
         if place is _Place.ENTRY:
             values = [unwrapped(value) for value in values]
         first = values[present[0]]
-        states = {key: blocks for key, item in first.items() if (blocks := blocks_of(item)) is not None}
+        states = dict(states_in_blocks(first))
         if states:
             values = self._without_empty(values, present, states, path)
         merged: dict[Key, Value] = like(first, {})
         keys = list(first)
-        in_blocks: Collection[Key] = {*states, *parts_in(first)} if states else ()
+        in_blocks: Collection[Key] = {*states, *quantized_parts(first)} if states else ()
         inner, places = _inner_place(first, place), dict.fromkeys(in_blocks, _Place.INSIDE)
         in_optimizer = place is _Place.STATES or place is _Place.ENTRY  # a rank without elements may have no state
         if place is _Place.ANYWHERE and is_optimizer(first):
@@ -234,7 +236,7 @@ class Merge:
         """The slices one after the other, a chunk for each rank that has one; an empty slice is a chunk too."""
         dtype = values[present[0]].dtype
         other = [i for i in present if values[i].dtype is not dtype]
-        if other and is_codes(path[-1]):
+        if other and may_be_codes(path[-1]):
             ranks = _ranks_text(self._ranks_of(other))
             message = f"{dotted(path)} of {BITSANDBYTES} is {dtype.name}, and {values[other[0]].dtype.name} on {ranks}"
             self.problems.append(Problem("quantized", message, key=dotted(path), section=Section.OPTIM))
