@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fsdpckpt
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import NeedsInformationError, UsageError
 from tests.oracle.compare import differences
 
 Named = dict[str, Any]
@@ -268,3 +268,47 @@ def test_buffers_may_be_named_as_in_the_source_or_as_they_will_be_written(buffer
     fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "without", exclude="table", buffers="table", **given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="buffers='rope' matches no name"):
         fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", buffers="rope", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("listed", ["by new names", "by --parameters", "by --units"])
+def test_an_order_that_no_model_has_is_refused(full: Named, tmp_path: Path, listed: str, orig: bool) -> None:
+    """``layers.1`` as a child of ``embed`` comes before ``layers.0`` in every model."""
+    moved = {"layers.1": "embed.inner"}
+    source = tmp_path / "full.pt"
+    torch.save(full, source)
+    order = [name.replace("layers.1", "embed.inner") for name in full["model"]]
+    options: Named = {"rename": moved, "unit": ["none"], "use_orig_params": orig}
+    if listed == "by new names":
+        source = flattened(full, tmp_path / "flat", orig=True, world_size=RANKS, layers="none", key_type="name")
+        options = {"rename": moved}
+    elif listed == "by --parameters":
+        (tmp_path / "names").write_text("\n".join(order))
+        options |= {"parameters": tmp_path / "names"}
+    else:
+        flat = flattened(full, tmp_path / "flat", orig=True, world_size=RANKS, layers="none", key_type="name")
+        recorded = (flat / "fsdpckpt.json").read_text().replace("layers.1", "embed.inner")
+        (tmp_path / "units.json").write_text(json.dumps(json.loads(recorded)["units"]))
+        options = {"rename": moved, "units": tmp_path / "units.json"}
+    with pytest.raises(NeedsInformationError, match="no model lists them like") as caught:
+        fsdpckpt.convert(source, tmp_path / "out", to="flattened", world_size=2, **options)
+    assert "in that order" in str(caught.value.next_steps)
+
+
+def test_the_order_of_the_model_with_new_names_is_taken(full: Named, tmp_path: Path) -> None:
+    """What the refusal advises: to full with the new names, then to flattened with the order."""
+    flat = flattened(full, tmp_path / "flat", orig=True, world_size=RANKS, layers="none", key_type="name")
+    fsdpckpt.convert(flat, tmp_path / "renamed.pt", to="full", container="torch", rename={"layers.1": "embed.inner"})
+    order = ["embed.weight", "embed.inner.weight", "embed.inner.bias", "layers.0.weight", "layers.0.bias"]
+    (tmp_path / "names").write_text("\n".join([*order, "norm.weight", "norm.bias"]))
+    fsdpckpt.convert(
+        tmp_path / "renamed.pt",
+        tmp_path / "out",
+        to="flattened",
+        world_size=2,
+        unit=["none"],
+        use_orig_params=True,
+        parameters=tmp_path / "names",
+    )
+    units = json.loads((tmp_path / "out" / "fsdpckpt.json").read_text())["units"]
+    assert units["parameters"][:5] == order

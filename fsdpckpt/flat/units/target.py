@@ -38,7 +38,7 @@ from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.listing import Listing
-from fsdpckpt.ir.names import rename_shared_states
+from fsdpckpt.ir.names import rename_shared_states, revisits_a_module
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Groups, Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
@@ -84,6 +84,8 @@ def target_units(
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
+    listed_by = f"{flags.parameters}" if request.parameters is not None and request.file is None else described
+    _require_order_of_a_model(units, checkpoint, listed_by, flattened=source is not None)
     recorded = any((request.file, source, checkpoint.units))
     _require_possible(units, recorded=recorded)
     _require_undivided(units, checkpoint)
@@ -174,6 +176,33 @@ def _require_same_model(units: Units, checkpoint: Checkpoint, request: UnitsRequ
         else f"give this model's: {flags.units('FILE')} (save_units or `fsdpckpt units` makes one)",
         file=request.file,
     )
+
+
+def _require_order_of_a_model(units: Units, checkpoint: Checkpoint, listed_by: str, *, flattened: bool) -> None:
+    """Raises NeedsInformationError if no model lists its parameters as ``units`` does, and the target depends on it.
+
+    ``listed_by``: where the order comes from, in words. ``flattened``: so was the source, and new names have put its
+    parameters into other modules.
+    """
+    if not _order_matters(units, checkpoint) or not revisits_a_module(units.parameters):
+        return
+    in_order = f"{flags.parameters('FILE')} that has the names of model.named_parameters() in that order"
+    raise NeedsInformationError(
+        f"the order of the parameters of the model that loads this is not known: no model lists them like {listed_by}",
+        details=[f"parameter {number} is {name}" for number, name in enumerate(units.parameters)],
+        most_shown=8,
+        why="a model lists a module's own parameters first, then one child after the other; flat parameters and ids "
+        "follow that order",
+        next_step=f"{flags.to('full')} with the new names, and then {flags.to('flattened')} of that with {in_order}"
+        if flattened
+        else f"add {in_order}, or {flags.units('FILE')} that save_units wrote",
+    )
+
+
+def _order_matters(units: Units, checkpoint: Checkpoint) -> bool:
+    """Whether files depend on the order: the content of a flat parameter does, and so do the optimizer's ids."""
+    several = any(len(unit.params) > 1 for unit in units.units)
+    return several or (checkpoint.optim is not None and len(units.parameters) > 1)
 
 
 def _require_orders(
@@ -527,9 +556,7 @@ def require_known_order(
 ) -> None:
     """Raises NeedsInformationError if ``names`` are in no model's order, and the target depends on it."""
     units_with_several = [unit for unit in units.units if len(unit.params) > 1]
-    # The content of a flat parameter depends on the order, and so do the optimizer's ids.
-    matters = bool(units_with_several) or (checkpoint.optim is not None and len(units.parameters) > 1)
-    if matters and not (names.ordered and names.in_model_order):
+    if _order_matters(units, checkpoint) and not (names.ordered and names.in_model_order):
         details = [f"{unit} has {plural(len(unit.params), 'parameter')}" for unit in units_with_several]
         command = units_command(request.reference or checkpoint.origin.directory, None, sources)
         raise order_unknown(checkpoint.source, f"{names.source} does not keep it", details, command=command)
