@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
 import time
@@ -29,7 +30,10 @@ from fsdpckpt.storage.sources import Sources
 GIB = 1 << 30
 CHUNK = 4 << 20  # bytes: of a staging buffer with the default --max-memory
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
-EXCHANGE_BYTES = (128 << 20) // 8  # what a worker with the default --max-memory gives the exchange
+EXCHANGE_BYTES = (128 << 20) // 8 * 7 // 4
+"""Bytes on the device that a worker with the default --max-memory gives the exchange: an eighth of it for four chunks
+that are sent, and three more that are received.
+"""
 SLACK = 8 << 20  # bytes of the device: small counts and flags, which the allocator rounds up
 
 
@@ -43,19 +47,32 @@ class Bench:
         self.runs = runs
         self.rows: list[dict[str, Any]] = []
 
-    def rate(self, what: str, nbytes: int, call: Callable[[], None], against: Callable[[], None] | None = None) -> None:
-        """GiB/s of ``call`` and of ``against``, which each move ``nbytes``. Both run once to warm up."""
+    def rate(
+        self,
+        what: str,
+        nbytes: int,
+        call: Callable[[], None],
+        against: Callable[[], None] | None = None,
+        *,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """GiB/s of ``call`` and of ``against``, which each move ``nbytes``. Both run once to warm up.
+
+        ``before`` is called before each, and not measured.
+        """
         calls = [call] if against is None else [call, against]
         for each in calls:
-            self._seconds(each)
-        runs = [[nbytes / GIB / self._seconds(each) for each in calls] for _ in range(self.runs)]
+            self._seconds(each, before)
+        runs = [[nbytes / GIB / self._seconds(each, before) for each in calls] for _ in range(self.runs)]
         row: dict[str, Any] = {"what": what, "value": statistics.median(run[0] for run in runs), "unit": "GiB/s"}
         if against is not None:
             row["against"] = statistics.median(run[1] for run in runs)
             row["ratio"] = statistics.median(run[0] / run[1] for run in runs)
         self.rows.append(row)
 
-    def _seconds(self, call: Callable[[], None]) -> float:
+    def _seconds(self, call: Callable[[], None], before: Callable[[], None] | None) -> float:
+        if before is not None:
+            before()
         self._settle()
         dist.barrier()
         begun = time.perf_counter()
@@ -171,8 +188,13 @@ class Bench:
 
         shared_sources.content_identity = others_only
         options = ConvertOptions(
-            to=Layout.SHARDED, container=Container.TORCH, world_size=ranks, verify=VerifyLevel.NONE, overwrite=True
+            to=Layout.SHARDED, container=Container.TORCH, world_size=ranks, verify=VerifyLevel.NONE
         )
+
+        def without_target() -> None:
+            if self.group.rank == 0:
+                shutil.rmtree(target, ignore_errors=True)
+
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -184,7 +206,7 @@ class Bench:
             )
 
         nbytes = sum(os.path.getsize(os.path.join(source, name)) for name in os.listdir(source))
-        self.rate("conversion, every byte exchanged", nbytes, convert)
+        self.rate("conversion, every byte exchanged", nbytes, convert, before=without_target)
         shared_sources.content_identity = content_identity
         if self.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self.device) - before

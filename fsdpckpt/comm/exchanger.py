@@ -39,7 +39,9 @@ Write: TypeAlias = Callable[[int, int, torch.Tensor], None]
 """``write(peer, offset, buffer)``: take the bytes that came from ``peer`` at ``offset``; valid during the call."""
 
 ReceiveInto: TypeAlias = Callable[[int, int, int], torch.Tensor]
-"""``receive_into(peer, offset, count)``: a contiguous 1-D uint8 tensor of ``count`` elements, the caller's own."""
+"""``receive_into(peer, offset, count)``: a contiguous 1-D uint8 tensor of ``count`` elements in host memory, the
+caller's own; pinned where the group's device is a GPU.
+"""
 
 
 def exchange(
@@ -74,7 +76,8 @@ def exchange(
 class SendRecv:
     """Send ``send_bytes`` to rank ``to``, while ``receive_bytes`` come from rank ``source``.
 
-    ``receive_into``: the tensors, on the group's device, that receive the bytes directly; ``write`` is not called then.
+    ``receive_into``: the tensors that get the bytes, on the CPU as they arrive, from a GPU in one copy; ``write`` is
+    not called then.
     ``has_room()``: whether there is room to receive; if not, ``wait_for_room()`` returns once there is.
     ``on_received()`` is called once everything has arrived, of this ``SendRecv`` and of those before it.
     """
@@ -93,8 +96,8 @@ class SendRecv:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """``sent`` bytes from ``offset`` on, in buffer ``send_buffer``, and ``received`` bytes, which go to buffer
-    ``receive_buffer`` unless ``operation`` has memory to receive into.
+    """``sent`` bytes from ``offset`` on, in buffer ``send_buffer``, and ``received`` bytes, which arrive in buffer
+    ``receive_buffer`` unless ``operation`` has memory that the process group can fill.
     """
 
     operation: SendRecv
@@ -110,16 +113,20 @@ class Exchanger:
     """Runs exchanges through the same buffers, inside a step of the caller's. Collective.
 
     ``largest``: bytes of the largest ``SendRecv``; ``budget`` and ``on_device`` as for ``exchange``. ``in_place``:
-    every ``SendRecv`` has ``receive_into``, so that no buffer is needed to receive.
+    every ``SendRecv`` has ``receive_into``, so that no host memory is needed to receive, and ``budget`` is for what is
+    sent.
     """
 
     def __init__(
         self, group: Group, *, budget: int = BUDGET, largest: int, on_device: bool = False, in_place: bool = False
     ) -> None:
         self._group = group
-        count = SEND_BUFFERS if in_place else SEND_BUFFERS + IN_FLIGHT
-        size = min(chunk_bytes(budget, count), chunk_bytes(largest + 4095, 1))
-        self._buffers = TransferBuffers(torch.device(group.device), count=count, size=size, on_device=on_device)
+        device = torch.device(group.device)
+        self._on_cpu = device.type == "cpu"
+        host_count = SEND_BUFFERS if in_place else SEND_BUFFERS + IN_FLIGHT
+        count = host_count if self._on_cpu else SEND_BUFFERS + IN_FLIGHT  # a GPU always receives into its own memory
+        size = min(chunk_bytes(budget, host_count), chunk_bytes(largest + 4095, 1))
+        self._buffers = TransferBuffers(device, count=count, size=size, host_count=host_count, on_device=on_device)
 
     @property
     def chunk(self) -> int:
@@ -199,7 +206,7 @@ class Exchanger:
 
     def _post(self, chunk: _Chunk) -> Transfer | None:
         operation, send, receive = chunk.operation, None, None
-        if chunk.received and operation.receive_into is not None:
+        if chunk.received and operation.receive_into is not None and self._on_cpu:
             receive = operation.receive_into(operation.source, chunk.offset, chunk.received), operation.source
         elif chunk.received:
             receive = self._buffers.device(chunk.receive_buffer, chunk.received), operation.source
@@ -216,8 +223,11 @@ class Exchanger:
             transfer.wait()
         if chunk.sent:
             free.release()
-        if chunk.received and operation.write is not None and operation.receive_into is None:
+        if chunk.received and operation.receive_into is None and operation.write is not None:
             operation.write(operation.source, chunk.offset, self._buffers.to_host(chunk.receive_buffer, chunk.received))
+        elif chunk.received and operation.receive_into is not None and not self._on_cpu:
+            into = operation.receive_into(operation.source, chunk.offset, chunk.received)
+            self._buffers.to_host(chunk.receive_buffer, chunk.received, into)
         if chunk.last and operation.on_received is not None:
             operation.on_received()
 

@@ -7,8 +7,8 @@ for the stream that is current when it is posted. A buffer is filled again only 
 the host waits; so no copy has to wait for a send or a receive.
 
 ``Transport``: Gloo's and NCCL's own waits cannot be interrupted; they happen in the background, while the caller checks
-its peers. Tensors handed in lie on ``Transport.device``, are contiguous, and stay untouched until their transfer is
-complete.
+its peers. NCCL's posts, too: the first one between two ranks connects them, and waits for a rank that may have ended.
+Tensors handed in lie on ``Transport.device``, are contiguous, and stay untouched until their transfer is complete.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ def chunk_bytes(budget: int, buffers: int) -> int:
 
 
 class TransferBuffers:
-    """``count`` buffers of ``size`` bytes on ``device``, each with its host side.
+    """``count`` buffers of ``size`` bytes on ``device``; the first ``host_count`` (default: all) have a host side.
 
     ``on_device``: the caller fills and empties the device's buffers itself, because its data is there.
     """
 
-    def __init__(self, device: torch.device, *, count: int, size: int, on_device: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, count: int, size: int, host_count: int | None = None, on_device: bool = False
+    ) -> None:
         self.size = size
         self._device = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
         if device.type == "cpu" or on_device:
             self._host = self._device
         else:
-            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+            on_host = range(count if host_count is None else host_count)
+            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in on_host]
         self._copies: torch.cuda.Stream | None = None
         if self._host is not self._device:
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -68,13 +71,15 @@ class TransferBuffers:
             torch.cuda.current_stream(self._device[slot].device).wait_stream(self._copies)
         return self.device(slot, count)
 
-    def to_host(self, slot: int, count: int) -> torch.Tensor:
-        """What was received, for the caller to read; only once its transfer is complete."""
-        if self._copies is not None:
-            with torch.cuda.stream(self._copies):
-                self.host(slot, count).copy_(self.device(slot, count), non_blocking=True)
-            self._copies.synchronize()
-        return self.host(slot, count)
+    def to_host(self, slot: int, count: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """What was received, for the caller to read, in ``into`` if given; only once its transfer is complete."""
+        if self._copies is None:
+            return self.host(slot, count)
+        host = self.host(slot, count) if into is None else into
+        with torch.cuda.stream(self._copies):
+            host.copy_(self.device(slot, count), non_blocking=True)
+        self._copies.synchronize()
+        return host
 
 
 _Post: TypeAlias = "Callable[[], Sequence[dist.Work]]"
@@ -105,6 +110,7 @@ class Transport:
         self.monitor = monitor
         self.device = device
         self._group = group
+        self._posting = Background("fsdpckpt-post")
         self._background = Background("fsdpckpt-data")
         self._waiting: torch.cuda.Stream | None = None
 
@@ -138,13 +144,22 @@ class Transport:
         return [tensor.tolist() for tensor in gathered]
 
     def _start(self, post: _Post, peer: int | None) -> Transfer:
-        """Post now, in the caller's order; wait in the background."""
+        """Post in the caller's order; wait in the background."""
         self.monitor.raise_failure()
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)  # what is sent is ready once this stream has come here
+            posted = self._posting.submit(lambda: self._post_on(stream, post))
+            return Transfer(self, self._background.submit(lambda: self._wait(posted.result())), peer)
         try:
             works = post()
         except RuntimeError as error:
             raise self.monitor.connection_lost(error, peer) from error
         return Transfer(self, self._background.submit(lambda: self._wait(works)), peer)
+
+    def _post_on(self, stream: torch.cuda.Stream, post: _Post) -> Sequence[dist.Work]:
+        torch.cuda.set_device(self.device)  # per thread: a new one begins on the first GPU
+        with torch.cuda.stream(stream):
+            return post()
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
         if self.device.type != "cuda":
@@ -165,5 +180,7 @@ class Transport:
         return dist.get_global_rank(self._group, rank)
 
     def close(self) -> None:
-        """End the background thread, unless it is stuck in a wait that will not end."""
-        self._background.close(0.0 if self.monitor.failure else 1.0)
+        """End the background threads, unless they are stuck in a wait that will not end."""
+        patience = 0.0 if self.monitor.failure else 1.0
+        self._posting.close(patience)
+        self._background.close(patience)

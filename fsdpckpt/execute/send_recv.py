@@ -42,11 +42,12 @@ class TransferRun:
         self._transfers = transfers
         self._check = check
         windows_of_round = Counter(window.round for window in transfers.windows if window.round >= 0)
-        self.buffers = ReceiveBuffers(transfers.receives, windows_of_round, transfers.rounds, job.settings.rounds_held)
+        held = job.settings.rounds_held
+        pinned = torch.device(group.device).type == "cuda"  # a GPU copies to it directly
+        self.buffers = ReceiveBuffers(transfers.receives, windows_of_round, transfers.rounds, held, pinned=pinned)
         self.reader = StreamReader(job.files, sources, self.buffers, group.world_size)
         self.sent: dict[int, int] = {}
         self._begins = {peer: np.cumsum(column) - column for peer, column in transfers.sends.items()}
-        self._on_host = torch.device(group.device).type == "cpu"  # bytes can be received where they are kept
 
     def run(self, pool: CopyPool, watch: Callable[[], None]) -> None:
         """Run all rounds while the threads of ``pool`` write what has been received. Collective."""
@@ -55,7 +56,7 @@ class TransferRun:
             self._group,
             budget=self._job.settings.exchange_bytes,
             largest=max(int(column.max()) for column in columns),
-            in_place=self._on_host,
+            in_place=True,
         )
         exchanger.check(_totals(self._transfers.sends), _totals(self._transfers.receives))
         assembler = Assembler(self._job.plan, self.reader, self._check, exchanger.chunk)
@@ -79,8 +80,7 @@ class TransferRun:
                     partial(self._read, assembler, number),
                     source,
                     receive_bytes,
-                    write=partial(self._write, number),
-                    receive_into=partial(self._receive_into, number) if self._on_host else None,
+                    receive_into=partial(self._receive_into, number),
                     has_room=claim if first else None,
                     wait_for_room=partial(pool.wait, watch, claim) if first else None,
                     on_received=partial(pool.received, number) if last else None,
@@ -95,9 +95,6 @@ class TransferRun:
 
     def _receive_into(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self.buffers.part(peer, number, offset, count))
-
-    def _write(self, number: int, peer: int, offset: int, buffer: torch.Tensor) -> None:
-        self.buffers.part(peer, number, offset, len(buffer))[:] = buffer.numpy()
 
     def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
         """Raises WorkerError if this rank did not receive what was sent to it. ``sums[s]``: ``sent`` of rank s."""
@@ -117,11 +114,17 @@ class ReceiveBuffers:
     """Holds the rounds that were received until all of their windows are written.
 
     ``receives[s]``: bytes of each of the ``rounds`` from rank s. ``windows[n]``: how many windows need the bytes of
-    round n. ``capacity``: how many rounds are held at once.
+    round n. ``capacity``: how many rounds are held at once. ``pinned``: in memory that a GPU copies to.
     """
 
     def __init__(
-        self, receives: Mapping[int, Int64Array], windows: Mapping[int, int], rounds: int, capacity: int
+        self,
+        receives: Mapping[int, Int64Array],
+        windows: Mapping[int, int],
+        rounds: int,
+        capacity: int,
+        *,
+        pinned: bool = False,
     ) -> None:
         totals = np.zeros(rounds, np.int64)
         self._position: dict[int, Int64Array] = {}  # where in the buffer of each round the part of a sender begins
@@ -134,7 +137,10 @@ class ReceiveBuffers:
         self._windows_left = dict(windows)
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
         # numpy copies without blocking other threads, unlike memoryviews.
-        self._free = [np.empty(size, np.uint8) for _ in range(min(capacity, rounds))]
+        self._free = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() if pinned else np.empty(size, np.uint8)
+            for _ in range(min(capacity, rounds))
+        ]
         self._lock = threading.Lock()
 
     def claim(self, number: int) -> bool:

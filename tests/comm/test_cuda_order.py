@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from fsdpckpt.comm import torch_group, transport
+from fsdpckpt.errors import WorkerError
 from fsdpckpt.process import RankInfo
 
 GPU = torch.device("cuda", 3)
+MAIN = threading.main_thread()
 
 
 class Recorder:
@@ -20,8 +23,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.current = "caller's"
         self.made = 0
+        self._own = threading.local()  # each thread has a current stream
+
+    @property
+    def current(self) -> str:
+        return getattr(self._own, "current", "caller's" if threading.current_thread() is MAIN else "default")
+
+    @current.setter
+    def current(self, name: str) -> None:
+        self._own.current = name
 
     def say(self, event: str) -> None:
         self.events.append(f"{event} on {self.current}")
@@ -99,6 +110,59 @@ def test_what_is_sent_waits_for_its_copy_and_what_came_is_read_after_its_copy(
     recorder.events.clear()
     made.to_host(0, 50)
     assert recorder.events == ["device[50] -> pinned[50] async on own 1", "host waits for own 1"]
+
+
+def test_what_came_is_copied_straight_to_the_memory_of_the_caller(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport.torch, "empty", played_empty(recorder))
+    made = transport.TransferBuffers(GPU, count=2, size=4096, host_count=1)
+    recorder.events.clear()
+    made.to_host(1, 50, PlayedTensor(recorder, "caller's memory"))  # type: ignore[arg-type]
+    assert recorder.events == ["device[50] -> caller's memory async on own 1", "host waits for own 1"]
+
+
+def test_a_post_that_never_returns_blocks_nobody(recorder: Recorder) -> None:
+    """The first post of NCCL to a rank connects to it, and waits for ever if the rank has ended."""
+    ended = threading.Event()
+
+    class Failing:
+        failure = None
+
+        def raise_failure(self) -> None:
+            """Nothing failed before the post."""
+
+        def check_peers(self) -> None:
+            raise WorkerError("worker 1 was lost")
+
+    flying = transport.Transport(None, Failing(), GPU)  # type: ignore[arg-type]
+    transfer = flying._start(lambda: [] if ended.wait(60) else [None], peer=1)
+    with pytest.raises(WorkerError, match="worker 1 was lost"):
+        transfer.wait()
+    ended.set()
+    flying.close()
+
+
+def test_posts_keep_their_order_and_the_stream_of_their_caller(recorder: Recorder) -> None:
+    class Quiet:
+        failure = None
+
+        def raise_failure(self) -> None:
+            """Nothing fails."""
+
+        check_peers = raise_failure
+
+    def post(number: int) -> list[Any]:
+        recorder.say(f"post {number}")
+        return []
+
+    flying = transport.Transport(None, Quiet(), GPU)  # type: ignore[arg-type]
+    transfers = [flying._start(lambda number=number: post(number), peer=1) for number in range(3)]
+    for transfer in transfers:
+        transfer.wait()
+    posts = [event for event in recorder.events if event.startswith("post")]
+    assert posts == [f"post {number} on caller's" for number in range(3)]
+    flying.close()
 
 
 def test_data_that_lies_on_the_device_is_not_copied(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
