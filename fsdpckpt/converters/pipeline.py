@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -36,11 +36,14 @@ from fsdpckpt.converters.target.mesh import check_mesh
 from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import InternalError, TargetExistsError, WorkerError
 from fsdpckpt.execute import execute
+from fsdpckpt.execute.checks import unverified_spans
 from fsdpckpt.execute.job import MAX_THREADS, Budget, Job, for_worker, make_budget, pack_job, threads_for, unpack_job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, first_record, identity_of, joined
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.files import Stored, pack_files, unpack_files
+from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.options import ConvertOptions, OutputScope, VerifyLevel
+from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import SeenBy
 from fsdpckpt.process import gc_frozen, gc_paused
 from fsdpckpt.progress import NoProgress, Progress
@@ -96,6 +99,7 @@ class _Conversion:
     _was_complete: bool = False
     _warnings: list[Note] = field(default_factory=list)  # of all ranks: what DST does not need and could not be done
     _complete: Mapping[str, int] = field(default_factory=dict)  # target files that an earlier run has written
+    _unverified: Mapping[int, Int64Array] = field(default_factory=dict)  # what it read for them without checksums
     _manifest: bytes = b""  # fsdpckpt.json as it was written
 
     @property
@@ -118,8 +122,7 @@ class _Conversion:
             with explain_why_overwrite_is_refused(self.target):
                 budget = self._check_request(workers_here)
                 self._read_and_plan()
-                if self._prepared is not None:
-                    budget = self.publisher.budget_for(budget, self._prepared.plan)
+                budget = self.publisher.budget_for(budget, None if self._prepared is None else self._prepared.plan)
                 if not self.options.dry_run:
                     with gc_frozen():
                         self._write(budget)
@@ -230,9 +233,10 @@ class _Conversion:
                 identity = functools.cache(functools.partial(self._identity, copies))
                 work = publisher.interrupted(identity)
                 if work.complete:
+                    self._unverified = _unverified_of(prepared.plan.only(work.complete), work.received)
                     prepared = replace(prepared, plan=prepared.plan.without(work.complete))
                     self._complete = work.complete
-                job = divide_work(prepared, places, seen_by, budget, work.windows)
+                job = divide_work(prepared, places, seen_by, budget, work.windows, publisher.copy_memory)
                 self._was_complete = places.places[0].complete and not len(job.claims)
                 self._note = publisher.resume_note(job, work.changed_sources)
                 journaled = joined([work.parts, *work.windows.values()])
@@ -278,6 +282,8 @@ class _Conversion:
                     compare=place.complete,
                     reread=self.options.verify is VerifyLevel.FULL,
                     make_output=self.publisher.make_output(),
+                    in_order=place.whole_files,
+                    unverified=self._unverified,
                 )
             except TargetExistsError:
                 error = self.publisher.differs() if self._single_rank else None
@@ -378,3 +384,9 @@ class _Conversion:
                 return report
         document = None if report is None else json.loads(json.dumps(report.to_json()))
         return Report.from_json(cast("dict[str, object]", self.group.broadcast_object(document, name="report")))
+
+
+def _unverified_of(plan: Plan, received: Collection[str]) -> dict[int, Int64Array]:
+    """``unverified_spans`` of target files that are complete; ``received``: those with bytes from other workers."""
+    rows = [(number, 0, file.nbytes) for number, file in enumerate(plan.files) if file.path in received and file.nbytes]
+    return unverified_spans(plan, np.asarray(rows, np.int64).reshape(-1, 3))

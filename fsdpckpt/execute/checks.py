@@ -384,6 +384,15 @@ def unverified_spans(plan: Plan, received: Int64Array) -> dict[int, Int64Array]:
     return {source: np.concatenate(parts_of_spans, axis=1) for source, parts_of_spans in spans.items()}
 
 
+def joined_spans(each: Iterable[Mapping[int, Int64Array]]) -> dict[int, Int64Array]:
+    """The union of several results of ``unverified_spans``."""
+    joined: dict[int, list[Int64Array]] = {}
+    for spans in each:
+        for source, of_source in spans.items():
+            joined.setdefault(source, []).append(of_source)
+    return {source: np.concatenate(parts, axis=1) for source, parts in joined.items()}
+
+
 def copy_spans(plan: Plan) -> dict[int, Int64Array]:
     """By source file, begins and ends of what the copies of ``plan`` read, with the gaps between their rows."""
     spans: dict[int, list[Int64Array]] = {}

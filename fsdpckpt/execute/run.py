@@ -23,7 +23,7 @@ import numpy as np
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
-from fsdpckpt.execute.checks import SourceCheck, sum_of, unverified_spans
+from fsdpckpt.execute.checks import SourceCheck, joined_spans, sum_of, unverified_spans
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, Job
 from fsdpckpt.execute.journal import RECEIVED, JournaledWindows, Recording
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
@@ -59,6 +59,8 @@ def execute(
     reread: bool = False,
     apart: frozenset[int] = frozenset(),
     make_output: Callable[..., Output] | None = None,
+    in_order: bool = False,
+    unverified: Mapping[int, Int64Array] | None = None,
 ) -> dict[str, int]:
     """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
 
@@ -68,14 +70,20 @@ def execute(
     nothing against them; ``reread``: they are also compared with the source. ``compare``: the files exist and are
     compared with what would be written; raises TargetExistsError if they differ. ``apart``: the sources of which ranks
     read copies that only checksums prove to be the same, so that each has to check its own. ``make_output``: makes the
-    target files, with the arguments of ``Output``; they are local files without it.
+    target files, with the arguments of ``Output``; they are local files without it. ``in_order``: each is written from
+    its beginning to its end. ``unverified``, on rank 0: what an interrupted run has read without checksums for target
+    files that are not in ``job``, as ``unverified_spans`` returns it.
 
     Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
     and ``threads`` allow. Raises SourceCorruptError if a record does not match its checksum or a file ended early,
     TargetUnwritableError if the file system refuses; the first error stops all threads. With several ranks all raise
     WorkerError, with the error as its ``original``.
     """
-    run = _Run(group, job, seen_by, sources, locate, threads, progress, recorder, journaled, compare, reread, apart)
+    run = _Run(
+        *(group, job, seen_by, sources, locate, threads, progress, recorder, journaled, compare, reread, apart),
+        in_order=in_order,
+        unverified=unverified or {},
+    )
     run.make_outputs(make_output or (ComparedOutput if compare else Output))
     try:
         claims = run.read_back() if len(job.claims) else job.claims
@@ -110,6 +118,8 @@ class _Run:
     compare: bool
     reread: bool
     apart: frozenset[int]
+    in_order: bool
+    unverified: Mapping[int, Int64Array]
     pool: CopyPool | None = None
 
     def __post_init__(self) -> None:
@@ -253,7 +263,7 @@ class _Run:
         if self.recorder is not None:
             self.check.new_parts()
             self.recorder.start(self.check.new_parts)
-        pool = self.pool = CopyPool(self.transfers.windows, self.threads, copy)
+        pool = self.pool = CopyPool(self.transfers.windows, self.threads, copy, in_order=self.in_order)
         try:
             pool.start()
             if self.exchange is not None:
@@ -336,7 +346,8 @@ class _Run:
             with group.heartbeat():
                 self.check.finish()
                 claims = self.journaled.claims()
-                of_records = self.check.missing_parts(unverified_spans(self.job.plan, claims[claims[:, RECEIVED] > 0]))
+                spans = unverified_spans(self.job.plan, claims[claims[:, RECEIVED] > 0])
+                of_records = self.check.missing_parts(joined_spans([spans, self.unverified]))
                 missing = np.concatenate([of_records, self.check.rest_of_files(self.job.plan)])
         ranges = cast("Int64Array", group.broadcast_object(missing, name="missing parts"))
         if not len(ranges):

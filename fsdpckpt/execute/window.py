@@ -258,16 +258,20 @@ PATIENCE = 2.0  # seconds to wait for the threads once the run has failed
 class CopyPool:
     """Threads that, from ``start`` on, call ``copy(thread, window)`` for every window whose bytes have been received.
 
-    They are daemons, so that a thread that hangs in a system call does not keep the process alive.
+    They are daemons, so that a thread that hangs in a system call does not keep the process alive. ``in_order``: no
+    window is begun before all windows in front of it are; else those that were received come first.
     """
 
-    def __init__(self, windows: Sequence[Window], threads: int, copy: Callable[[int, Window], None]) -> None:
+    def __init__(
+        self, windows: Sequence[Window], threads: int, copy: Callable[[int, Window], None], *, in_order: bool = False
+    ) -> None:
         self._copy = copy
         self._lock = threading.RLock()  # entered by itself: a signal in Condition.__enter__ would leave it locked
         self._changed = threading.Condition(self._lock)
-        self._ready = deque(window for window in windows if window.round < 0)
+        self._in_order = in_order
+        self._ready = deque(window for window in windows if in_order or window.round < 0)
         self._received: deque[Window] = deque()
-        self._waiting: dict[int, list[Window]] = {}
+        self._waiting: dict[int, list[Window]] = {}  # by round: windows whose bytes are not here yet
         for window in windows:
             if window.round >= 0:
                 self._waiting.setdefault(window.round, []).append(window)
@@ -292,7 +296,9 @@ class CopyPool:
     def received(self, number: int) -> None:
         """All bytes for the windows of round ``number`` have been received."""
         with self._lock:
-            self._received.extend(self._waiting.pop(number, ()))
+            windows = self._waiting.pop(number, ())
+            if not self._in_order:
+                self._received.extend(windows)
             self._changed.notify_all()
 
     def expect_silence(self, nbytes: int) -> None:
@@ -337,9 +343,9 @@ class CopyPool:
             while not self._stopped:
                 if self._received:  # these first: their bytes take up memory
                     return self._received.popleft()
-                if self._ready:
+                if self._ready and self._ready[0].round not in self._waiting:
                     return self._ready.popleft()
-                if not self._waiting:
+                if not self._ready and not self._waiting:
                     return None
                 self._changed.wait()
             return None

@@ -93,6 +93,10 @@ class Plan:
         others = tuple(file for file in self.files if file.path not in paths)
         return Plan(others, self.casts, sum(_bytes_read(file, self.casts) for file in others))
 
+    def only(self, paths: Collection[str]) -> Plan:
+        """The plan of these files alone."""
+        return self.without([file.path for file in self.files if file.path not in paths])
+
     def outline(self) -> Plan:
         """What is needed after the plan has run: the paths and lengths of the files."""
         files = (_outline(file.path, file.nbytes) for file in self.files)

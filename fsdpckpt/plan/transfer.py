@@ -8,7 +8,7 @@ that writes it, or sent by a rank that sees its file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -69,6 +69,24 @@ def partition(
         if at < file.nbytes or file.nbytes == 0:
             segments.append(Segment(number, directory, at, file.nbytes, workers[worker]))
         begin = end
+    return segments
+
+
+def partition_whole(
+    plan: Plan, files: Sequence[int], workers: Sequence[int], *, directory: int, first: Collection[int]
+) -> list[Segment]:
+    """``partition`` where each file has one writer: that in whose part its middle lies, the lower one of two. The files
+    ``first`` go to the first of ``workers``.
+    """
+    total = max(sum(plan.files[number].nbytes for number in files), 1)
+    segments = []
+    begin = 0
+    for number in files:
+        nbytes = plan.files[number].nbytes
+        part = ((2 * begin + nbytes) * len(workers) - 1) // (2 * total)
+        worker = 0 if number in first else min(max(part, 0), len(workers) - 1)
+        segments.append(Segment(number, directory, 0, nbytes, workers[worker]))
+        begin += nbytes
     return segments
 
 

@@ -17,6 +17,8 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage.upload import PartsUpload, RemoteTarget
 
+CLOSE_SECONDS = 5.0  # for what is being sent when an upload is given up: the next run removes what comes later
+
 
 class Coverage:
     """Which bytes of a file are there: disjoint ranges, in order."""
@@ -78,7 +80,9 @@ class ObjectFile:
         self._left = len(self._needs)  # parts that were not sent
         self._parts: PartsUpload | None = None
         self._closed = False
+        self._sending = 0
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         view = memoryview(data)
@@ -115,18 +119,27 @@ class ObjectFile:
             return [(number, self._held.pop(number)) for number in numbers]
 
     def send(self, number: int, data: bytearray) -> None:
-        """Send one part. The last one completes the object."""
-        if len(self._needs) == 1:
-            self._remote.put(self._name, data)
-        else:
-            self._upload().send(number, data)
+        """Send one part. The last one completes the object. Does nothing after ``close``."""
         with self._lock:
-            self._left -= 1
-            last = not self._left
-        if last:
-            if self._parts is not None:
-                self._parts.complete()
-            self._completed()
+            if self._closed:
+                return
+            self._sending += 1
+        try:
+            if len(self._needs) == 1:
+                self._remote.put(self._name, data)
+            else:
+                self._upload().send(number, data)
+            with self._lock:
+                self._left -= 1
+                last = not self._left and not self._closed
+            if last:
+                if self._parts is not None:
+                    self._parts.complete()
+                self._completed()
+        finally:
+            with self._lock:
+                self._sending -= 1
+                self._changed.notify_all()
 
     def _upload(self) -> PartsUpload:
         with self._lock:
@@ -151,7 +164,13 @@ class ObjectFile:
             raise InternalError(f"{self.path}: {self._left} parts were not sent")
 
     def close(self) -> None:
-        """Without a ``commit``, remove the parts that were sent. May be called twice."""
-        if self._parts is not None and self._left and not self._closed:
+        """Without a ``commit``, remove the parts that were sent, once no thread sends one any more: the store keeps a
+        part that arrives later. May be called twice.
+        """
+        with self._lock:
+            if self._closed:
+                return
             self._closed = True
+            self._changed.wait_for(lambda: not self._sending, CLOSE_SECONDS)
+        if self._parts is not None and self._left:
             self._parts.abort()

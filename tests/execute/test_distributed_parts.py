@@ -155,6 +155,20 @@ def test_windows_of_a_round_wait_until_it_has_arrived() -> None:
     pool.stop()
 
 
+def test_a_pool_that_goes_in_order_waits_for_the_bytes_of_the_next_window_and_holds_what_came_for_later_ones() -> None:
+    rounds = [-1, 0, -1, 1, 1, -1, 2, -1]
+    windows = [Window(0, number, number + 1, each) for number, each in enumerate(rounds)]
+    done: list[int] = []
+    pool = CopyPool(windows, 1, lambda _, window: done.append(window.begin), in_order=True)
+    pool.start()
+    for came, expected in ((2, 1), (1, 1), (0, 8)):
+        pool.received(came)
+        pool.wait(lambda: None, lambda least=expected: len(done) >= least)  # type: ignore[misc]
+        assert done == list(range(expected))
+    pool.wait(lambda: None)
+    pool.stop()
+
+
 def test_what_a_thread_raises_the_main_thread_raises() -> None:
     def copy(_: int, window: Window) -> None:
         raise UsageError(f"window {window.begin}")

@@ -15,8 +15,9 @@ from fsdpckpt.execute.journal import JournaledWindows
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Plan
-from fsdpckpt.plan.transfer import NOTHING_WRITTEN, SeenBy, Segment, partition, target_node
+from fsdpckpt.plan.transfer import NOTHING_WRITTEN, SeenBy, Segment, partition, partition_whole, target_node
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage.upload import UPLOADED_LAST
 
 _RANK_FILE = re.compile(r"(?:.*_rank_?(\d+)\.(?:pt|bin)|(?:.*/)?__(\d+)_\d+\.distcp)")
 
@@ -27,13 +28,16 @@ def divide_work(
     seen_by: SeenBy,
     budget: Budget,
     journaled: Mapping[int, JournaledWindows],
+    memory: int,
 ) -> Job:
-    """Divide the plan among the workers. ``seen_by[file, worker]``; ``journaled``: as for ``assign_segments``."""
+    """Divide the plan among the workers. ``seen_by[file, worker]``; ``journaled``: as for ``assign_segments``;
+    ``memory``: bytes of each worker for windows and for what it exchanges with others.
+    """
     plan, checkpoint = prepared.plan, prepared.transformed.checkpoint
     segments = assign_segments(plan, prepared.spec, places, journaled)
     writers = sorted({segment.owner for segment in segments})
     exchanging = not bool(seen_by[:, writers].all())
-    settings = choose_settings(plan, budget, prepared.spec.options.max_memory, exchanging=exchanging)
+    settings = choose_settings(plan, budget, memory, exchanging=exchanging)
     claims = claim_rows(journaled, segments)
     return Job(plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings, claims)
 
@@ -51,6 +55,10 @@ def assign_segments(
     ``r * workers // ranks``, which will load them; files of no rank (metadata) go to every node that has rank files; a
     full checkpoint, which is not loaded by ranks, goes to the first node.
     """
+    first = places.places[0]
+    if first.whole_files:
+        lists = [number for number, file in enumerate(plan.files) if file.path.endswith(UPLOADED_LAST)]
+        return partition_whole(plan, range(len(plan.files)), first.workers, directory=first.number, first=lists)
     files: dict[int, list[int]] = {directory: [] for directory in range(len(places.places))}
     ranks = [_rank_of(file.path) for file in plan.files]
     world_size = spec.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)

@@ -50,13 +50,15 @@ class InterruptedWork:
     have changed.
 
     ``complete``: the target files of which nothing is to be written again, each with its CRC-32. ``parts``: what was
-    read for them, as in ``JournaledWindows``.
+    read for them, as in ``JournaledWindows``. ``received``: those of them in which there are bytes that other workers
+    read, and may not have journaled.
     """
 
     windows: Mapping[int, JournaledWindows]
     changed_sources: Sequence[str]
     complete: Mapping[str, int] = field(default_factory=dict)
     parts: JournaledWindows = field(default_factory=JournaledWindows)
+    received: frozenset[str] = frozenset()
 
 
 class Publisher(Protocol):
@@ -99,8 +101,14 @@ class Publisher(Protocol):
     def resume_note(self, job: Job, changed_sources: Sequence[str]) -> Note | None:
         """The note on what an interrupted run left, on rank 0."""
 
-    def budget_for(self, budget: Budget, plan: Plan) -> Budget:
-        """What is left of ``budget`` for copying ``plan``. Raises UsageError if it is not enough."""
+    def budget_for(self, budget: Budget, plan: Plan | None) -> Budget:
+        """What is left of ``budget`` for copying ``plan``, which only rank 0 knows. Collective. Raises UsageError if it
+        is not enough.
+        """
+
+    @property
+    def copy_memory(self) -> int:
+        """How many bytes each rank has for windows, and for what it exchanges with others."""
 
     def make_output(self) -> Callable[..., Output]:
         """What makes the target files of this rank, with the arguments of ``Output``."""

@@ -126,7 +126,8 @@ class Rename:
         windows, changed_sources = journaled_windows(
             [journals], places, lambda: run_identity(make_plan(prepared.output), self.options, copies), self.options
         )
-        job = divide_work(prepared, places, np.ones((len(files), 1), bool), budget, windows)
+        seen_by = np.ones((len(files), 1), bool)
+        job = divide_work(prepared, places, seen_by, budget, windows, self.copy_memory)
         return self._note_on_work(job, interrupted, changed_sources)
 
     def open(self, *, directory: bool) -> OutputPlaces:
@@ -161,8 +162,12 @@ class Rename:
         """``anew``: whether a run that starts from the beginning is worth a note."""
         return resume_note(job, self.target, interrupted, self.options, changed_sources, anew=anew)
 
-    def budget_for(self, budget: Budget, plan: Plan) -> Budget:
+    def budget_for(self, budget: Budget, plan: Plan | None) -> Budget:
         return budget
+
+    @property
+    def copy_memory(self) -> int:
+        return self.options.max_memory
 
     def make_output(self) -> Callable[..., Output]:
         return ComparedOutput if self._places.seen_from(self.group.rank).complete else Output

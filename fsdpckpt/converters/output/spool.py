@@ -18,7 +18,15 @@ from fsdpckpt import flags
 from fsdpckpt.converters.output.places import read_text
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage import remote_identity
-from fsdpckpt.storage.hidden import JOURNAL, Lock, lock_path, open_own_file, read_own_file, write_own_file
+from fsdpckpt.storage.hidden import (
+    Lock,
+    has_writers,
+    journal_paths,
+    lock_path,
+    open_own_file,
+    read_own_file,
+    write_own_file,
+)
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.target_checks import existing_and_missing
 
@@ -45,10 +53,9 @@ class Spool:
         root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
         return cls(root, os.path.join(root, _OUTPUT, url.rpartition("/")[2]))
 
-    @property
-    def journal(self) -> str:
-        """The journal of an upload that is not staged: which objects are complete."""
-        return os.path.join(self.root, JOURNAL)
+    def journals(self) -> list[str]:
+        """The journals of an upload that is not staged, which list the objects that are complete."""
+        return journal_paths(self.root)
 
     @contextlib.contextmanager
     def locked(self, *, resume: bool) -> Iterator[str]:
@@ -62,7 +69,8 @@ class Spool:
             lock = self._lock()
         try:
             with target_errors(self.root):
-                if not resume or not (os.path.lexists(self.path) or os.path.lexists(self.journal)):
+                self._refuse_writers()
+                if not resume or not (os.path.lexists(self.path) or self.journals()):
                     self._clear()
                 upload = self.upload() or self._begin()
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
@@ -92,14 +100,22 @@ class Spool:
             try:
                 return lock_path(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except BlockingIOError:
-                raise TargetExistsError(
-                    f"another fsdpckpt is writing from {self.root}",
-                    file=self.root,
-                    next_step="wait for it to end",
-                    retryable=True,
-                ) from None
+                raise self._busy_error() from None
             except FileNotFoundError:  # a run that ended has removed it
                 continue
+
+    def _refuse_writers(self) -> None:
+        """Workers outlive a killed first one by a few seconds, in which they still send."""
+        if has_writers(self.root):
+            raise self._busy_error()
+
+    def _busy_error(self) -> TargetExistsError:
+        return TargetExistsError(
+            f"another fsdpckpt is writing from {self.root}",
+            file=self.root,
+            next_step="wait for it to end",
+            retryable=True,
+        )
 
     def upload(self) -> str:
         """The name of the current upload; empty if there is none, or this process does not see it."""
@@ -140,13 +156,19 @@ class Spool:
 
     def _clear(self) -> None:
         """Delete what earlier runs converted and sent. A conversion clears what it has staged itself."""
-        for path in (os.path.join(self.root, _UPLOAD), self.journal, *self._notes()):
+        for path in (os.path.join(self.root, _UPLOAD), *self.journals(), *self._notes()):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         if os.path.isdir(self.path):
             shutil.rmtree(self.path)
         elif os.path.lexists(self.path):
             os.unlink(self.path)
+
+    def forget_sent(self) -> None:
+        """Delete the journals: what they list is sent again."""
+        for path in self.journals():
+            with target_errors(path), contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     def remove(self) -> None:
         """Delete the directory, beginning with the file that makes the notes valid. What cannot be removed stays."""

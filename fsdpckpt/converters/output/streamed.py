@@ -1,60 +1,56 @@
 """Publishes in an object store without a local disk: target files are sent in parts as they are assembled.
 
-For stores that take an object in parts, in any order (S3), and one process. The order is that of any upload
-(``storage.upload``): DST is announced, so that readers refuse it; the data is sent; the output is opened in the store
-and checked; then the files that list the others follow, and the announcement is deleted. Those lists are small, and
-are kept in the spool until then. A DST that is one object is sent under a hidden name beside it, checked there, and
-moved by the store, so that it appears, or replaces an older one, at once.
+For stores that take an object in parts, in any order (S3). The order is that of any upload (``storage.upload``): DST is
+announced, so that readers refuse it; the data is sent; the output is opened in the store and checked; then the files
+that list the others follow, and the announcement is deleted. Those lists are small, and are kept in the spool of rank 0
+until then. A DST that is one object is sent under a hidden name beside it, checked there, and moved by the store, so
+that it appears, or replaces an older one, at once.
+
+Of several workers each sends whole objects: a part is held until the checksums in it are known, and those of another
+worker's bytes are known late. It assembles an object from its beginning to its end, also where it waits for bytes that
+only other workers see, so that few parts are held at a time.
 
 An older checkpoint in a directory has to stay whole until the new one is checked: it is replaced from the spool
 (``Spooled``), as is everything where the user names a directory for it, or an earlier run has left its output there.
 
-The journal in the spool lists which objects are complete, with the store's tag and their CRC-32. The next run of the
-same command on the same source sends the others.
+A journal of each worker, in the spool that it sees, lists the objects that it has completed, with the store's tag and
+their CRC-32. The next run of the same command on the same source sends the others, with any number of workers.
 """
 
 from __future__ import annotations
 
 import os
 import posixpath
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
-
 from fsdpckpt import flags
-from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters.linking import Linking
+from fsdpckpt.converters.output.announced import AnnouncedSources
 from fsdpckpt.converters.output.places import OutputPlaces, Place
 from fsdpckpt.converters.output.publisher import Holders, InterruptedWork, Publisher, Request
 from fsdpckpt.converters.output.rename import Rename
 from fsdpckpt.converters.output.resume import is_resumable, require_same_run
+from fsdpckpt.converters.output.sent_journal import SentJournal, SentObject, sent_objects
 from fsdpckpt.converters.output.spool import Spool
 from fsdpckpt.converters.output.upload import Spooled
 from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.report import Report
+from fsdpckpt.converters.union_sources import UnionSources
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, UsageError
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, LARGEST_WINDOW, SMALLEST_WINDOW, Budget, Job
-from fsdpckpt.execute.journal import (
-    Journal,
-    JournaledWindows,
-    RunIdentity,
-    first_record,
-    read_records,
-    run_of,
-)
+from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, run_of
 from fsdpckpt.execute.output import ComparedObject, Output, StreamedOutput, target_differs
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target
-from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage import ByteSource, ByteTarget, Entry, is_url
-from fsdpckpt.storage.local import LocalFile, replace_file, target_errors
+from fsdpckpt.storage import is_url
+from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
+from fsdpckpt.storage.local import replace_file, target_errors
 from fsdpckpt.storage.object_file import ObjectFile
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.sources import Sources
@@ -70,22 +66,28 @@ def publisher_of(request: Request) -> Publisher:
     """How the output of ``request`` is written and published."""
     if not is_url(request.target):
         return Rename(request)
-    return Streamed(request) if _streams(request) else Spooled(request)
+    group, streams = request.group, False
+    with group.step("choose how to write"), group.heartbeat():
+        if group.rank == 0:  # it has the spool, and what it sees of the store is what counts
+            streams = _streams(request)
+    streams = bool(group.broadcast_object(streams, name="how to write"))
+    return Streamed(request) if streams else Spooled(request)
 
 
 def _streams(request: Request) -> bool:
     options = request.options
-    if not isinstance(request.group, Solo) or options.staging is not None or is_http(request.target):
+    if options.staging is not None or is_http(request.target):
         return False
     try:
         filesystem, _ = filesystem_of(request.target.rstrip("/"))
     except SourceError:  # it is raised again where the target is opened
         return False
     spool = Spool.of(request.target.rstrip("/"), None)
-    if not takes_parts(filesystem) or _holds_files(spool.path) or options.max_memory < _memory_for(PART):
+    needed = _memory_for(PART, request.group.world_size)
+    if not takes_parts(filesystem) or _holds_files(spool.path) or options.max_memory < needed:
         return False
     # A checkpoint in a directory is replaced by a run that has all of the new one.
-    return not options.overwrite or os.path.lexists(spool.journal) or not _is_directory(request.target)
+    return not options.overwrite or bool(spool.journals()) or not _is_directory(request.target)
 
 
 def _is_directory(url: str) -> bool:
@@ -98,9 +100,12 @@ def _is_directory(url: str) -> bool:
         return entry is not None and entry.directory
 
 
-def _memory_for(part: int) -> int:
+_EXCHANGE = 8 << 20  # bytes: the least with which workers exchange bytes and write windows
+
+
+def _memory_for(part: int, workers: int) -> int:
     """The least ``--max-memory`` with which parts of ``part`` bytes are sent: what one thread needs, less one part."""
-    return COPIES * part + BUFFERS_PER_THREAD * SMALLEST_WINDOW
+    return COPIES * part + (BUFFERS_PER_THREAD * SMALLEST_WINDOW if workers == 1 else _EXCHANGE)
 
 
 def _holds_files(path: str) -> bool:
@@ -116,14 +121,17 @@ class Streamed(Spooled):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
+        self._found_journals: list[list[Record]] = []  # of interrupted runs
         self._journal: SentJournal | None = None
+        self._writer: Lock | None = None  # of a rank that writes beside others
         self._directory = True
         self._lists: dict[str, int] = {}  # the files in the spool, with their sizes
         self._sizes: dict[str, int] = {}  # of the objects
-        self._sent: dict[str, int] = {}  # the objects that an earlier run has completed, with their sizes
+        self._sent: dict[str, int] = {}  # on rank 0: the objects that an earlier run has completed, with their sizes
+        self._source_files = 0
         self._staged = ""  # of a DST of one object: the name under which it is sent
         self._begun_there = False
-        self._budget = Budget(1, SMALLEST_WINDOW)
+        self._budget = Budget(1, SMALLEST_WINDOW)  # of each rank
         self._part = PART
         self._published = False
 
@@ -144,13 +152,26 @@ class Streamed(Spooled):
     def restore(self) -> None:
         """Nothing is moved aside in a store."""
 
-    def budget_for(self, budget: Budget, plan: Plan) -> Budget:
+    def budget_for(self, budget: Budget, plan: Plan | None) -> Budget:
         """Each thread has its windows, the part that it fills and the part that it sends, which the store's package
         copies. The whole may exceed ``--max-memory`` by one part.
         """
+        with self.group.step("divide the memory"):
+            if plan is not None:
+                self._divide_memory(budget, plan)
+        numbers = (self._part, self._budget.threads, self._budget.window)
+        self._part, threads, window = cast("Sequence[int]", self.group.broadcast_object(numbers, name="the memory"))
+        self._budget = Budget(threads, window)
+        return self._budget
+
+    @property
+    def copy_memory(self) -> int:
+        return self.options.max_memory + self._part - self._budget.threads * (COPIES + 1) * self._part
+
+    def _divide_memory(self, budget: Budget, plan: Plan) -> None:
         longest = max((file.nbytes for file in plan.files), default=0)
         self._part = max(PART, -(-longest // MAX_PARTS))
-        of_parts, needed = (COPIES + 1) * self._part, _memory_for(self._part)
+        of_parts, needed = (COPIES + 1) * self._part, _memory_for(self._part, self.group.world_size)
         memory = self.options.max_memory + self._part
         if needed > self.options.max_memory:
             raise UsageError(
@@ -164,10 +185,9 @@ class Streamed(Spooled):
         threads = max(min(budget.threads, memory // (of_parts + BUFFERS_PER_THREAD * (LARGEST_WINDOW // 2))), 1)
         window = (memory // threads - of_parts) // BUFFERS_PER_THREAD // SMALLEST_WINDOW * SMALLEST_WINDOW
         self._budget = Budget(threads, max(min(window, LARGEST_WINDOW), SMALLEST_WINDOW))
-        return self._budget
 
     def find_work(self, prepared: Prepared, budget: Budget, sources: Sources) -> Note | None:
-        if not os.path.lexists(self._spool.journal):
+        if not self._spool.journals():
             return None
         return Note("resumed", f"an interrupted upload to {self._url} is continued")
 
@@ -176,7 +196,9 @@ class Streamed(Spooled):
         self._directory = directory
         self._staged = "" if directory else self._hidden_name()
         path = store.url if directory or self._compares else f"{store.url.rpartition('/')[0]}/{self._staged}"
-        self._places = OutputPlaces((Place(0, 0, (0,), path, path, complete=self._compares),), (0,))
+        workers = tuple(range(self.group.world_size))
+        place = Place(0, 0, workers, path, path, complete=self._compares, whole_files=True)
+        self._places = OutputPlaces((place,), (0,) * len(workers))
         return self._places
 
     def _hidden_name(self) -> str:
@@ -195,40 +217,44 @@ class Streamed(Spooled):
         return path if self._directory else self._staged
 
     def gather_journals(self) -> None:
-        """There is one journal, in the spool."""
+        reads = self._owns_spool and not self._compares
+        found = [read_records(path) for path in self._spool.journals()] if reads else []
+        gathered = cast("list[list[list[Record]]]", self.group.all_gather_objects(found, name="journals"))
+        self._found_journals = [records for of_rank in gathered for records in of_rank]
 
     def interrupted(self, identity: Callable[[], RunIdentity]) -> InterruptedWork:
         """The objects that are complete, and in the state in which they were sent."""
         if self._compares:
             return InterruptedWork({}, ())
-        records = read_records(self._spool.journal)
-        run = run_of(records)
+        runs = [run for records in self._found_journals if (run := run_of(records)) is not None]
+        listed = [sent for records in self._found_journals for sent in sent_objects(records)]
         changed: list[str] = []
-        crcs: dict[str, int] = {}
-        if run is not None:
-            before, _ = run
-            changed = before.lost_sources(identity()) if self._requested.resume is None else []
-            if not changed:
-                content = f"{self._spool.root} lists {plural(len(records) - 1, 'object')}"
-                require_same_run(before, identity(), content)
-                crcs = self._still_there(records)
-        parts = run[1] if run is not None and crcs else JournaledWindows()
-        if not crcs:
-            with target_errors(self._spool.journal), suppress(FileNotFoundError):
-                os.unlink(self._spool.journal)
-        self._journal = SentJournal(self._spool.journal, identity)
-        return InterruptedWork({}, changed, crcs, parts)
+        if self._requested.resume is None:
+            changed = [change for before, _ in runs for change in before.lost_sources(identity())]
+        if not listed or changed:
+            return InterruptedWork({}, changed)
+        content = f"{self._spool.root} lists {plural(len(listed), 'object')}"
+        for before, _ in runs:
+            require_same_run(before, identity(), content)
+        there = self._still_there(listed)
+        self._sent = {sent.name: sent.nbytes for sent in there}
+        return InterruptedWork(
+            {},
+            (),
+            {sent.name: sent.crc for sent in there},
+            joined([parts for _, parts in runs]) if there else JournaledWindows(),
+            frozenset(sent.name for sent in there if sent.received),
+        )
 
-    def _still_there(self, records: Sequence[dict[str, object]]) -> dict[str, int]:
-        """The CRC-32 of each object that is still what was sent. ``_sent`` gets their sizes."""
-        crcs: dict[str, int] = {}
+    def _still_there(self, listed: Iterable[SentObject]) -> list[SentObject]:
+        """The objects that are still what was sent."""
+        there: list[SentObject] = []
         objects = self._objects()
-        for record in records[1:]:
-            for name, nbytes, tag, crc in cast("list[tuple[str, int, str, int]]", record.get("sent", [])):
-                with suppress(FsdpckptError):  # it is gone: sent again
-                    if tag and objects.tag_of(self._object_name(name), nbytes) == tag:
-                        crcs[name], self._sent[name] = crc, nbytes
-        return crcs
+        for sent in listed:
+            with suppress(FsdpckptError):  # it is gone: sent again
+                if sent.tag and objects.tag_of(self._object_name(sent.name), sent.nbytes) == sent.tag:
+                    there.append(sent)
+        return there
 
     def resume_note(self, job: Job, changed_sources: Sequence[str]) -> Note | None:
         if self._compares:
@@ -248,14 +274,34 @@ class Streamed(Spooled):
     def prepare(
         self, job: Job, identity: Callable[[], RunIdentity], journaled: JournaledWindows, *, links: int
     ) -> None:
-        """Announce the upload. From now on readers refuse DST."""
+        """Announce the upload, on rank 0: from now on readers refuse DST. Open this rank's journal."""
         if self._compares:
             return
-        self.recorder = self._journal
+        group = self.group
+        kept = bool(group.broadcast_object(bool(self._sent), name="what is resumed"))
+        with group.step("remove what is not resumed"):
+            if self._owns_spool and not kept:
+                self._spool.forget_sent()
+        with group.step("open the journal"):
+            if group.world_size > 1:
+                self._writer = lock_as_writer(self._spool.root, group.rank)
+            number = group.rank if group.world_size > 1 else None
+            self._journal = SentJournal(journal_path(self._spool.root, number), identity)
+            self.recorder = self._journal
+            if group.rank == 0:  # another run has to know that this one has announced DST
+                self._journal.begin()
+        self._source_files = len(job.files)
+        self._begun_there = True
+        with group.step("announce the upload"), group.heartbeat():
+            self._announce(job)
+
+    def _announce(self, job: Job) -> None:
         names = {file.path: file.nbytes for file in job.plan.files}
         for name, nbytes in names.items():
             is_list = self._directory and name.endswith(UPLOADED_LAST)
             (self._lists if is_list else self._sizes)[name] = nbytes
+        if self.group.rank:
+            return
         with target_errors(self._spool.root):
             for name in self._lists:
                 os.makedirs(os.path.dirname(self._spool.locate(name)), exist_ok=True)
@@ -264,7 +310,6 @@ class Streamed(Spooled):
         announced = {**names, **self._sent}
         if self._directory:
             announced[MANIFEST] = 0
-        self._begun_there = True
         if self._directory:
             self._store.begin(announced, self._upload)
         else:
@@ -297,9 +342,11 @@ class Streamed(Spooled):
         return make
 
     def _note_sent(self, objects: RemoteTarget, name: str, output: Output) -> None:
-        tag = objects.tag_of(name, output.plan.nbytes)
+        plan = output.plan
+        tag = objects.tag_of(name, plan.nbytes)
+        received = bool((plan.copies.file >= self._source_files).any())  # behind the files are streams of other ranks
         if self._journal is not None:
-            self._journal.sent(output.plan.path, output.plan.nbytes, tag, output.crc)
+            self._journal.sent(SentObject(plan.path, plan.nbytes, tag, output.crc, received))
 
     def require_files(self, paths: Iterable[str]) -> None:
         """What is in the store was looked up when it was complete."""
@@ -316,7 +363,7 @@ class Streamed(Spooled):
 
     def put_manifest(self, data: bytes) -> None:
         path = self._spool.locate(MANIFEST)
-        if self._compares:
+        if self._compares or self.group.rank:
             return
         with target_errors(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -329,24 +376,26 @@ class Streamed(Spooled):
 
     def output_sources(self) -> Sources:
         if not self._directory:
-            return Sources()
+            return UnionSources(self.group)
         local = {f"{self._store.url}/{name}": self._spool.locate(name) for name in self._lists}
         names = {**self._sizes, **self._sent, **self._lists}
-        return _Announced(self._store.url, names, local)
+        return AnnouncedSources(self.group, self._store.url, names, local)
 
     def commit(self, job: Job, *, linked: bool) -> None:
+        with self.group.step("publish"), self.group.heartbeat():
+            if self.group.rank == 0 and not self._compares:
+                self._publish()
+        self._published = True
+        self._remove_staging()
+
+    def _publish(self) -> None:
         store = self._store
-        if self._compares:
-            self._spool.remove()
-            return
         if self._directory:
             files = {name: self._spool.locate(name) for name in self._lists}
             names = {*self._lists, *self._sizes, *self._sent}
             store.finish(files, names, self._upload_options(lambda _: None, {}))
         else:
             self._objects().move(self._staged, posixpath.basename(store.root))
-        self._published = True
-        self._spool.remove()
 
     def finish(self, report: Report, holders: Holders) -> Report:
         notes = report.notes
@@ -369,92 +418,28 @@ class Streamed(Spooled):
         """Delete what was sent, unless the same command may finish it."""
         if not self._begun_there or self._published:
             return
-        kept = self._sent or (self._journal is not None and self._journal.nbytes)
+        kept = several_journals or self._sent or (self._journal is not None and self._journal.nbytes)
         if is_resumable(error) and kept:
             return
         with suppress(FsdpckptError, OSError):
-            objects = self._objects()
-            for name in self._sizes:
-                objects.delete(self._object_name(name))
-            if self._directory:
-                self._store.withdraw()
-            self._spool.remove()
+            if self.group.rank == 0:
+                self._withdraw()
+            if self._owns_spool:
+                self._spool.remove()
+
+    def _withdraw(self) -> None:
+        objects = self._objects()
+        for name in (*self._sizes, *self._sent):
+            objects.delete(self._object_name(name))
+        if self._directory:
+            self._store.withdraw()
 
     def close(self) -> None:
         if self._journal is not None:
             self._journal.close(complete=self._published)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def differs(self) -> FsdpckptError | None:
         return target_differs(self._url)
-
-
-class SentJournal:
-    """The journal of an upload: a record for each object that is complete. See ``Recording``.
-
-    An object is listed with what was read of the source until then, which has at least what it is made of.
-    """
-
-    def __init__(self, path: str, identity: Callable[[], RunIdentity]) -> None:
-        self.nbytes = 0
-        self._journal = Journal(path, lambda: first_record(identity()))
-        self._new_parts: Callable[[], Int64Array] | None = None
-        self._lock = threading.Lock()
-
-    def start(self, new_parts: Callable[[], Int64Array]) -> None:
-        self._new_parts = new_parts
-
-    def wrote(self, number: int, file: ByteTarget, part: tuple[int, int, int], *, received: bool = False) -> None:
-        """A window of an object can be lost until the object is complete."""
-
-    def sent(self, name: str, nbytes: int, tag: str, crc: int) -> None:
-        """The object for the target file ``name`` is complete; the store calls its state ``tag``."""
-        with self._lock:
-            parts = np.zeros((0, 5), np.int64) if self._new_parts is None else self._new_parts()
-            record = {"sent": [[name, nbytes, tag, crc]], "windows": [], "parts": parts.tolist()}
-            self._journal.append([cast("dict[str, object]", record)])
-            self.nbytes += nbytes
-
-    def retract(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._journal.path)
-
-    def close(self, *, complete: bool, patience: float | None = None) -> None:
-        self._journal.close()
-
-
-class _Announced(Sources):
-    """The files of a directory in a store whose upload is not complete, as they will be.
-
-    ``names``: all of them, with sizes; those in ``local`` are not there yet, and are read from a disk.
-    """
-
-    def __init__(self, url: str, names: dict[str, int], local: dict[str, str]) -> None:
-        super().__init__()
-        self._url = url
-        self._names = names
-        self._local = local
-
-    def list_directory(self, path: str) -> list[Entry]:
-        below = path.rstrip("/")
-        if below != self._url and not below.startswith(f"{self._url}/"):
-            return super().list_directory(path)
-        inside = below[len(self._url) :].lstrip("/")
-        prefix = f"{inside}/" if inside else ""
-        entries: dict[str, Entry] = {}
-        for name, nbytes in self._names.items():
-            if name.startswith(prefix):
-                first, _, rest = name[len(prefix) :].partition("/")
-                entries[first] = Entry(first, f"{below}/{first}", 0 if rest else nbytes, directory=bool(rest))
-        return [entries[name] for name in sorted(entries)]
-
-    def stat(self, path: str) -> Entry | None:
-        below = path.rstrip("/")
-        if below == self._url:
-            return Entry(posixpath.basename(below), below, 0, directory=True)
-        parent, _, name = below.rpartition("/")
-        if not parent.startswith(self._url):
-            return super().stat(path)
-        return next((entry for entry in self.list_directory(parent) if entry.name == name), None)
-
-    def open_new(self, path: str) -> ByteSource:
-        return LocalFile(self._local[path]) if path in self._local else super().open_new(path)

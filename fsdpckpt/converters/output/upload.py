@@ -373,7 +373,7 @@ def _leftover(target: str, options: ConvertOptions) -> Leftover | None:
     if not is_url(target):
         return staged_leftover(target, options)
     spool = Spool.of(target.rstrip("/"), options.staging)
-    if os.path.lexists(spool.journal):
+    if spool.journals():
         return Leftover(f"{spool.root} lists what was sent", "uploads what is missing")
     if not os.path.lexists(spool.path):
         return staged_leftover(spool.path, options)
