@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect as signatures
 import re
 import textwrap
@@ -10,7 +11,7 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar, Optional
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from fsdpckpt.cli import convert, diff, formats, inspect, units, verify
 from fsdpckpt.cli.errors import catch_signals, guarded
@@ -19,6 +20,7 @@ from fsdpckpt.errors import EMPTY, UsageError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.options.declare import SIZE, Heading, Option, OptionRecord, options_of
+from fsdpckpt.process import gc_frozen
 from fsdpckpt.version import __version__
 
 EPILOG = """\b
@@ -39,6 +41,40 @@ WIDEST_NAME = 30  # columns of the names of options in --help, before their desc
 USAGE_ERRORS: tuple[type[BaseException], ...] = (typer.BadParameter.__mro__[1],)
 
 
+def _keep_texts(params: Iterable[Any]) -> None:
+    """Make ``params`` take texts as they are given; option records convert them.
+
+    typer would make a pydantic schema for each of them, also for one that is not given, and import pydantic for it: a
+    sixth of the start of ``inspect``.
+    """
+    for param in params:
+        if not isinstance(param.process_value, _TakesText):
+            param.process_value = _TakesText(param, param.process_value)
+
+
+class _TakesText:
+    """``process_value`` of a parameter: only what is no text is left to the one that it replaces."""
+
+    def __init__(self, param: Any, convert: Callable[[Any, Any], Any]) -> None:
+        self._param, self._convert = param, convert
+
+    def __call__(self, ctx: Any, value: Any) -> Any:
+        param = self._param
+        if value is None and not param.required:
+            value = () if param.multiple else None
+        elif not value or not all(isinstance(text, str) for text in (value if param.multiple else [value])):
+            return self._convert(ctx, value)
+        return value if param.callback is None else param.callback(ctx, param, value)
+
+
+class _Program(TyperGroup):
+    """All commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _keep_texts(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+
 class HelpCommand(TyperCommand):
     """Shows ``--help`` with the options under headings, and breaks lines only between words.
 
@@ -52,6 +88,7 @@ class HelpCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises UsageError for an option with one value that is given twice; of ``tunable`` ones the last counts."""
+        _keep_texts(self.get_params(ctx))
         if not ctx.resilient_parsing:
             _, words, order = self.make_parser(ctx).parse_args(args=list(args))
             options: list[Any] = [param for param in order if not _is_argument(param)]
@@ -115,6 +152,8 @@ def command(
         printing: OutputOptions = _fill_record(OutputOptions, values)
         output = Output(as_json=printing.as_json, quiet=printing.quiet)
         import_module(needs)
+        with gc_frozen():  # what was imported counts as old
+            gc.enable()  # ``main`` paused it
         catch_signals()
 
         def work() -> int:
@@ -244,6 +283,7 @@ class _ConvertHelp(HelpCommand):
 # Rich help and rich tracebacks cost a tenth of a second to import, which is most of what --help may take.
 app = typer.Typer(
     name="fsdpckpt",
+    cls=_Program,
     help="Convert, inspect, compare and verify PyTorch FSDP checkpoints: parameters and optimizer state.",
     epilog=EPILOG,
     rich_markup_mode=None,

@@ -30,6 +30,11 @@ def main() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
+    import gc
+
+    gc.disable()  # until the command is imported: classes and functions live on, and walking them takes time
+    # numpy's BLAS, which nothing here calls, would start a thread on each core when it is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from contextlib import suppress
 
     from fsdpckpt.cli.errors import Interruption, guarded, ignore_signals
