@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -26,10 +26,11 @@ from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnw
 from fsdpckpt.execute.checks import sum_of
 from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.names import normalise
+from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
@@ -239,10 +240,10 @@ def _match(
     expected, units, dtypes = transformed.checkpoint, transformed.units, dtype_rule(options)
     compares = options.verify is VerifyLevel.FULL
     written = _reopen(path, opener, units, locate=Locate.ALL if compares else Locate.NOTHING)
-    if units is not None:
-        written = _unflatten(written, units, path)
     wrong = [problem.message for problem in written.problems if problem.fatal or not problem.loads]
-    empty = frozenset(name for name, param in units.params().items() if not param.numel) if units else frozenset()
+    written = _by_name(written, transformed, path)
+    every = [each for each in (units, *(named.units for named in expected.named)) if each is not None]
+    empty = frozenset(name for each in every for name, param in each.params().items() if not param.numel)
     unmatched: dict[tuple[Section, str], list[NamedTensor]] = {}  # several where 0 and "0" are both keys, in order
     for named in _comparable(written, empty):
         unmatched.setdefault((named.section, named.key), []).append(named)
@@ -316,6 +317,22 @@ def _reopen(path: str, sources: Sources, units: Units | None, *, locate: Locate)
         return open_checkpoint(path, sources=sources, locate=locate, units=units, compare_config=False)
     except FsdpckptError as error:  # our own output: an error in it is not the fault of the user's source
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
+
+
+def _by_name(written: Checkpoint, transformed: TransformedCheckpoint, path: str) -> Checkpoint:
+    """``written`` with the sections that were flattened as whole tensors by name."""
+    units_at = {(named.section, named.path): named.units for named in transformed.checkpoint.named}
+    sections: list[NamedSection] = []
+    for named in written.named:
+        units, content = units_at.get((named.section, named.path)), None
+        if units is not None:
+            view = _unflatten(alone(written, replace(named, units=units)), units, path)
+            content = view.model if named.section is Section.MODEL else view.optim
+        sections.append(named if content is None else replace(named, content=content))
+    if transformed.units is not None:
+        main = _unflatten(main_alone(written), transformed.units, path)
+        written = replace(written, model=main.model, optim=main.optim)
+    return replace(written, named=tuple(sections))
 
 
 def _unflatten(written: Checkpoint, units: Units, path: str) -> Checkpoint:

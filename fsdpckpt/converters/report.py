@@ -182,6 +182,7 @@ def encode_manifest(
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
         "map": transformed.applied_map.to_json() if transformed.applied_map is not None else None,
         "units": encode(transformed.units) if transformed.units is not None else None,
+        **_section_units(checkpoint),
         "notes": [
             {
                 "kind": note.kind,
@@ -202,6 +203,16 @@ def encode_manifest(
     }
     body = json.dumps(document, indent=1).removesuffix("\n}")
     return f'{body}{SEAL}{zlib.crc32(body.encode()):08x}"\n}}\n'.encode()
+
+
+def _section_units(checkpoint: Checkpoint) -> dict[str, object]:
+    """The entry with the units of each named section that has some, and where the section is."""
+    entries = [
+        {"section": str(named.section), "path": list(named.path), "units": encode(named.units)}
+        for named in checkpoint.named
+        if named.units is not None
+    ]
+    return {"section_units": entries} if entries else {}
 
 
 def _linked_entry(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceUnsupportedError
 from fsdpckpt.flat.unflatten import name_slices
-from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
+from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, of_same_section
+from fsdpckpt.flat.units.sections import labels_of, request_of_section
 from fsdpckpt.flat.units.source import is_flattened, source_units, units_like
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Note, Problem
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Note, Problem, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.storage.sources import Sources
@@ -41,24 +41,32 @@ def logical(
     """
     if other is not None and checkpoint.units is not None and checkpoint.units.flat and request.file is None:
         request = NOTHING_GIVEN  # what is given is for the other side
-    settle = partial(_settled, sources=sources, request=request, other=other, listing=listing)
-    main = settle(main_alone(checkpoint))
+    main = _settled(main_alone(checkpoint), sources=sources, request=request, other=other, listing=listing)
     if not checkpoint.named:
         return main
     ledger = main.ledger
     sections: list[NamedSection] = []
     for section in checkpoint.named:
         view = alone(checkpoint, section)
-        if view.optim is None or not is_flattened(replace(view, model=None), sources, request):
+        own = view if section.section is Section.MODEL else replace(view, model=None)
+        if not is_flattened(own, sources, request):
             sections.append(section)
             continue
-        settled = settle(view)
+        settled = _settled(
+            view,
+            sources=sources,
+            request=request_of_section(request, checkpoint, section, sources),
+            other=other if other is None else of_same_section(other, labels_of(checkpoint, section)),
+            listing=listing,
+        )
         added = [note for note in settled.ledger.notes if note not in ledger.notes]
         ledger = ledger.with_notes(*(replace(note, message=f"{section.label}: {note.message}") for note in added))
         of_slices = {section.problem(problem) for problem in problems(view)}
-        known = tuple(problem for problem in ledger.problems if settled.optim is view.optim or problem not in of_slices)
+        content = settled.model if section.section is Section.MODEL else settled.optim
+        unnamed = content is section.content
+        known = tuple(problem for problem in ledger.problems if unnamed or problem not in of_slices)
         ledger = replace(ledger, problems=(*known, *map(section.problem, settled.problems)))
-        sections.append(replace(section, content=settled.optim or section.content))
+        sections.append(replace(section, content=section.content if content is None else content))
     return replace(main, named=tuple(sections), beside=checkpoint.beside, ledger=ledger)
 
 

@@ -101,13 +101,16 @@ class NamedSection:
     """A model or an optimizer beside the main one, or one of several of which none is the main one.
 
     ``name``: what users call it, unique among the models or the optimizers. ``path``: the keys of its dict in the state
-    dict. All writers keep it there, among the extras.
+    dict. All writers keep it there, among the extras. ``units``: those of its own flat parameters, None if nothing says
+    them. ``written_keys``: in a flattened target, the keys that its optimizer gets; until it is written it has names.
     """
 
     section: Section
     name: str
     path: tuple[Key, ...]
     content: ModelState | Optimizer
+    units: Units | None = None
+    written_keys: KeyType | None = None
 
     @property
     def label(self) -> str:
@@ -181,8 +184,8 @@ class Checkpoint:
     (nesting kept). ``rank_extra``: the extras of each rank if ranks saved different ones (RNG states), index = rank;
     empty otherwise. ``named``: further models and optimizers, or all of several if none is the main one;
     ``ir.sections`` has what is done with them. ``beside``: of a section that was taken out alone, the other optimizers
-    of its model, for what they say of its ids. ``units``: those beside the checkpoint. ``lacking``: of a checkpoint to
-    write, why the target's framework does not load it until something is done by hand.
+    of its model, for what they say of its ids and of what is trained. ``units``: those beside the checkpoint.
+    ``lacking``: of a checkpoint to write, why the target's framework does not load it until something is done by hand.
     """
 
     origin: Origin

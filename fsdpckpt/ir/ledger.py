@@ -20,7 +20,7 @@ NoteKind: TypeAlias = (
     | Literal["missing-state", "odd-states", "undetermined", "unlisted", "unmatched", "unnamed", "unproved-order"]
     | Literal["units", "units-ambiguous", "units-unreadable", "flattened-names", "unflattened"]
     | Literal["cast", "config-dtype", "dropped", "encoded", "filled", "ignored", "mapped", "rekeyed", "renamed"]
-    | Literal["groups-flattened", "groups-rebuilt", "plain", "resumption", "unconfigured"]
+    | Literal["groups-flattened", "groups-rebuilt", "plain", "resumption", "unconfigured", "whole"]
     | Literal["carried", "cleared", "copies", "linked", "manifest", "not-carried", "resumed", "staged", "unchecked"]
     | Literal["left-behind", "not-synced", "unlocked"]
 )

@@ -37,13 +37,15 @@ def section_names(paths: Sequence[tuple[Key, ...]]) -> list[str]:
 
 def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     """``named`` as the only section of its kind. An optimizer comes with the model that it updates, which says what its
-    ids mean. Extras, notes and problems stay behind.
+    ids mean. Extras, notes and problems stay behind. Units of its own say all of its ids: no other optimizer is asked.
     """
     model, optim = (named.content, None) if isinstance(named.content, ModelState) else (None, named.content)
     if optim is not None:
         model = model_of(checkpoint, named)
     nesting = {section: path for section, path in checkpoint.origin.nesting.items() if section is not named.section}
     origin = replace(checkpoint.origin, nesting={**nesting, named.section: named.path})
+    if named.units is not None and origin.manifest is not None:
+        origin = replace(origin, units_from=origin.manifest.path)
     ledger = replace(checkpoint.ledger, problems=(), notes=())
     return replace(
         checkpoint,
@@ -53,7 +55,8 @@ def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
         extra={},
         rank_extra=(),
         named=(),
-        beside=_beside(checkpoint, model, optim),
+        beside=_beside(checkpoint, model, optim) if named.units is None else (),
+        units=checkpoint.units if named.units is None else named.units,
         ledger=ledger,
     )
 
@@ -66,8 +69,8 @@ def main_alone(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _beside(checkpoint: Checkpoint, model: ModelState | None, optim: Optimizer | None) -> tuple[Optimizer, ...]:
-    """The other optimizers of ``model``, which a checkpoint may lack."""
-    if optim is None:
+    """The optimizers of ``model``, which a checkpoint may lack, other than ``optim``."""
+    if optim is None and model is None:
         return ()
     named = [each for each in checkpoint.named if isinstance(each.content, Optimizer)]
     others = [each.content for each in named if model_of(checkpoint, each) is model]
@@ -134,11 +137,20 @@ def optimizer_dict(optim: Optimizer) -> dict[Key, Value]:
     return {**root, **optim.extra}
 
 
-def in_extras(extra: Mapping[Key, Value], named: Iterable[NamedSection]) -> dict[Key, Value]:
-    """``extra`` with the ``named`` sections at their places."""
+def state_dict_of(named: NamedSection) -> Value:
+    """The state dict that ``load_state_dict`` takes."""
+    return section_dict(named.content)
+
+
+def in_extras(
+    extra: Mapping[Key, Value],
+    named: Iterable[NamedSection],
+    state_dict_of: Callable[[NamedSection], Value] = state_dict_of,
+) -> dict[Key, Value]:
+    """``extra`` with the ``named`` sections at their places. ``state_dict_of``: what is written of each."""
     root: Value = dict(extra)
     for section in sorted(named, key=_place):  # the items of a list in their order
-        root = placed(root, section.path, section_dict(section.content))
+        root = placed(root, section.path, state_dict_of(section))
     return root if isinstance(root, dict) else {}
 
 

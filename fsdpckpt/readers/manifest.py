@@ -209,6 +209,8 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
         return checkpoint
     if read.units is not None:  # they were written with these very files
         with_units(checkpoint, read.units)
+    if document.get("section_units"):
+        _with_section_units(checkpoint, document.get("section_units"), manifest.path)
     optim = checkpoint.optim
     if document.get("key_type") == "id" and optim is not None:
         checkpoint.optim = _with_ids(optim)
@@ -219,6 +221,23 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
     evidence = Evidence(EvidenceKind.MANIFEST, f"{MANIFEST}: written by fsdpckpt {document.get('version')}")
     checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
     return checkpoint
+
+
+def _with_section_units(checkpoint: Checkpoint, recorded: object, path: str) -> None:
+    """Give the named sections of ``checkpoint`` the units that were recorded with them, by their places."""
+    units_at: dict[tuple[str, tuple[object, ...]], Units | None] = {}
+    for entry in recorded if isinstance(recorded, list) else ():
+        keys = entry.get("path") if isinstance(entry, dict) else None
+        if isinstance(keys, list) and all(isinstance(key, (str, int)) for key in keys):
+            found = _units(entry.get("units"), path)
+            units_at[str(entry.get("section")), tuple(keys)] = found.units if found is not None else None
+            if found is not None and found.refused:
+                checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes())
+    checkpoint.named = tuple(
+        replace(named, units=units_at.get((str(named.section), named.path), named.units)) for named in checkpoint.named
+    )
+    evidence = Evidence(EvidenceKind.UNITS, f"{path} says what lies in the flat parameters of each section")
+    checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
 
 
 def with_manifests_of_parts(checkpoint: Checkpoint, directory: str, sources: Sources) -> None:

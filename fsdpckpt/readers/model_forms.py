@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from fsdpckpt.ir.checkpoint import ModelState
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.protocol import KeyPath
 
 WEIGHTS = "weights"  # also the name of dicts of weights of classes and losses
@@ -32,7 +33,7 @@ def is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
         return False
     if named:
         return not any(isinstance(entry, dict) and not is_model_entry(key, entry) for key, entry in value.items())
-    return entries == len(value) and any("." in str(key) for key in value)
+    return entries == len(value) and any("." in str(key) or is_flat_key(str(key)) for key in value)
 
 
 def without_empty(value: Mapping[Key, Value]) -> Mapping[Key, Value]:
@@ -42,10 +43,11 @@ def without_empty(value: Mapping[Key, Value]) -> Mapping[Key, Value]:
 
 def is_another_model(value: Mapping[Key, Value], main: Collection[str]) -> bool:
     """Whether a dict of tensors beside a model (with the names ``main``) is one too, and not statistics of the job: it
-    has names of that model, as an average of its weights does, or names that end as those of parameters do.
+    has names of that model, as an average of its weights does, names that end as those of parameters do, or those of
+    flat parameters.
     """
     names = [str(key) for key in value]
-    return any(name in main or name.rpartition(".")[2] in _PARAMETERS for name in names)
+    return any(name in main or name.rpartition(".")[2] in _PARAMETERS or is_flat_key(name) for name in names)
 
 
 def modules_of(value: Mapping[Key, Value]) -> list[Key]:

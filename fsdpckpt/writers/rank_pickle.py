@@ -164,7 +164,7 @@ class ShardedTensorPickle(RankPickle):
         raw(self.once(("shards", shards.key), lambda: self._shard_list(shards)) + self.text("size") + self.size(shape))
         raw(self.text("tensor_properties") + name(metadata, "TensorProperties") + b")\x81(" + name("torch", dtype.name))
         raw(self.layout() + flag(requires_grad) + self.once("format", self._memory_format) + b"\x89tb" + BUILD)
-        raw(self.once("group", self._process_group) + self._spec(shards) + b"\x89ttR")
+        raw(self.once(("group", *self.group()), self._process_group) + self._spec(shards) + b"\x89ttR")
 
     def group(self) -> tuple[int, int]:
         """This rank's rank in the process group that shards, and the size of that group."""

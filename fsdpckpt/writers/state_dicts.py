@@ -6,32 +6,34 @@ Also flattens a checkpoint into the entries of a DCP directory, under the keys t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.optimizer import BARE_VALUE, PARAMS, Optimizer
 from fsdpckpt.ir.quantized import Blockwise, joined_states
-from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed
+from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed, state_dict_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
 from fsdpckpt.text import plural, reused_ranks, some_of
 
 
-def extras_of_rank(checkpoint: Checkpoint, rank: int) -> dict[Key, Value]:
+def extras_of_rank(
+    checkpoint: Checkpoint, rank: int, state_dict_of: Callable[[NamedSection], Value] = state_dict_of
+) -> dict[Key, Value]:
     """The extras of target rank ``rank``: source rank ``rank``'s (modulo their number), what was added for all, and the
-    named sections at their places.
+    named sections at their places, as ``state_dict_of`` makes them.
     """
     if not checkpoint.rank_extra:
-        return in_extras(checkpoint.extra, checkpoint.named)
+        return in_extras(checkpoint.extra, checkpoint.named, state_dict_of)
     of_rank = checkpoint.rank_extra[rank % len(checkpoint.rank_extra)]
     added = {key: value for key, value in checkpoint.extra.items() if key not in of_rank}
-    return in_extras({**of_rank, **added}, checkpoint.named)
+    return in_extras({**of_rank, **added}, checkpoint.named, state_dict_of)
 
 
 def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:

@@ -497,7 +497,7 @@ def test_states_that_a_rank_lacks_are_slices_of_others_wherever_the_optimizer_is
     assert found.optim is not None and found.optim.state[0]["seen"] == 7
 
 
-def test_a_second_model_of_flat_parameters_is_converted_alone(tmp_path: Path) -> None:
+def test_a_second_model_of_flat_parameters_needs_units_too(tmp_path: Path) -> None:
     def state_of(rank: int) -> Any:
         flat = {"l._flat_param": randn(6, rank=rank)}
         return {"model": flat, "average": {"ema": flat}}
@@ -505,9 +505,15 @@ def test_a_second_model_of_flat_parameters_is_converted_alone(tmp_path: Path) ->
     found = opened(save(tmp_path / "c", 2, state_of, "model"))
     assert found.layout is Layout.FLATTENED
     assert (found.problems, [named.label for named in found.named]) == ((), ["model:average.ema"])
-    with pytest.raises(NeedsInformationError, match="flat parameters are those of one") as caught:
+    with pytest.raises(NeedsInformationError, match=r"nothing says the shapes of the 1 parameter"):
         fsdpckpt.convert(tmp_path / "c", tmp_path / "out.pt", to="full")
-    assert "--only model:average.ema" in str(caught.value.next_step)
+    names = {"model": {"l.w": torch.zeros(3, 4)}, "average": {"ema": {"l.w": torch.zeros(2, 6)}}}
+    torch.save(names, tmp_path / "names.pt")
+    fsdpckpt.convert(tmp_path / "c", tmp_path / "out.pt", to="full", reference=str(tmp_path / "names.pt"))
+    saved = torch.load(tmp_path / "out.pt")
+    whole = torch.cat([randn(6, rank=rank) for rank in range(2)])
+    assert torch.equal(saved["model"]["l.w"], whole.view(3, 4))
+    assert torch.equal(saved["average"]["ema"]["l.w"], whole.view(2, 6))
 
 
 def test_several_optimizers_in_slices_are_slices_and_need_units(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from fsdpckpt.transform.rekey import recounted
 
 def note_unused(draft: Draft, decision: Decision) -> Draft:
     """Note options that supply what the checkpoint states itself."""
-    if draft.source_units is not None or draft.buffers_needed:
-        return draft
     options, checkpoint = decision.options, draft.checkpoint
+    has_nothing = checkpoint.model is None and checkpoint.optim is None  # of several sections, which use them
+    if draft.source_units is not None or draft.buffers_needed or has_nothing:
+        return draft
     unused = given(options, Scope.KNOWLEDGE)
     if decision.form is not None and decision.form.weights:  # the reference is the model's directory
         unused = tuple(option for option in unused if option != flags.reference)

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError, of_option
-from fsdpckpt.flat.units.request import UnitsRequest, load_units
+from fsdpckpt.flat.units.request import UnitsRequest, load_units, of_same_section
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.sections import with_each_optimizer
@@ -25,6 +25,10 @@ class Knowledge:
     request: UnitsRequest
     sources: Sources
 
+    def of(self, request: UnitsRequest) -> Knowledge:
+        """What ``request`` says, this one if it says the same."""
+        return self if request == self.request else Knowledge(request, self.sources)
+
     @cached_property
     def reference(self) -> Checkpoint | None:
         """The checkpoint of ``--reference``: its names, shapes and groups; no tensor of it is located."""
@@ -32,7 +36,8 @@ class Knowledge:
         if path is None:
             return None
         with of_option(flags.reference):
-            return open_checkpoint(path, sources=self.sources, locate=Locate.NOTHING)
+            reference = open_checkpoint(path, sources=self.sources, locate=Locate.NOTHING)
+        return of_same_section(reference, self.request.sections)
 
     @cached_property
     def units(self) -> Units | None:

@@ -2,46 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.flat.units.request import UnitsRequest
+from fsdpckpt.flat.units.sections import request_of_section
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.sections import alone, main_alone
+from fsdpckpt.ir.sections import alone, main_alone, model_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.transform.selection import NoKeyMatchesError, none_left, parameter_names
 
 
 def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Draft:
-    """Take ``steps`` for the main sections, and for each named one.
+    """Take ``steps`` for the main sections, and for each named one that the target holds like them.
 
-    Raises what they raise; UsageError for an option that applies to no section at all, NeedsInformationError for
-    sections that a flattened target or source cannot tell apart.
+    Raises what they raise; UsageError for an option that applies to no section at all.
     """
     opened = draft.checkpoint
     if not opened.named or decision.options.only is not None:
-        return take(steps, replace(draft, opened=opened), decision)
-    _refuse_flattened(draft, decision)
-    if decision.layout is Layout.SHARDED and opened.layout is not Layout.FLATTENED:
+        opened = _with_named_beside(opened, draft.knowledge, decision)
+        return take(steps, replace(draft, checkpoint=opened, opened=opened), decision)
+    if decision.layout is not Layout.FULL and opened.layout is not Layout.FLATTENED:
         opened = _with_listed_parameters(draft, decision)
-    main = take(steps, _begun(draft, main_alone(opened)), decision)
-    if decision.layout is Layout.FLATTENED:  # a model beside the flattened one: it stays as it is
-        _require_matches([main])
-        return main.with_checkpoint(_promoted(replace(main.checkpoint, named=opened.named)))
-    done = [take(steps, _begun_section(draft, opened, section), decision) for section in opened.named]
-    _require_matches([main, *done], opened.named)
+    taken = _sections_to_flatten(opened, draft) if decision.layout is Layout.FLATTENED else opened.named
+    main = take(steps, _begun(draft, opened, None, decision), decision)
+    done = [_take_section(steps, draft, decision, opened, section) for section in taken]
+    _require_matches([main, *done], taken)
     if main.left_out:
         main = replace(main, checkpoint=replace(opened, model=None, optim=None))
     applied_map = next((each.applied_map for each in (main, *done) if each.applied_map is not None), None)
-    return replace(main, checkpoint=_promoted(_joined(main.checkpoint, opened.named, done)), applied_map=applied_map)
+    joined = _joined(main.checkpoint, opened.named, dict(zip(taken, done, strict=True)))
+    return _promoted(replace(main, checkpoint=joined, applied_map=applied_map))
+
+
+def _sections_to_flatten(opened: Checkpoint, draft: Draft) -> tuple[NamedSection, ...]:
+    """The named sections of ``opened`` that a flattened target holds as flat parameters: each model that FSDP1 wraps,
+    with its optimizers.
+
+    A flattened source shows which ones these are. Of any other it wraps what is trained: the main model, and those that
+    have an optimizer, all of them if nothing has one. An average of weights stays whole.
+    """
+    models = [
+        named.content if isinstance(named.content, ModelState) else model_of(opened, named) for named in opened.named
+    ]
+    by_model = list(zip(models, opened.named, strict=True))
+    wrapped: list[ModelState | None] = [opened.model] if opened.model is not None else []
+    if opened.layout is Layout.FLATTENED:
+        request = draft.knowledge.request
+        wrapped += [model for model, each in by_model if is_flattened(alone(opened, each), draft.sources, request)]
+    elif opened.model is None and not opened.has(Section.OPTIM):
+        wrapped += models
+    else:
+        wrapped += [model for model, each in by_model if each.section is Section.OPTIM]
+    return tuple(named for model, named in by_model if any(model is each for each in wrapped))
+
+
+def _take_section(
+    steps: Sequence[Step], draft: Draft, decision: Decision, opened: Checkpoint, section: NamedSection
+) -> Draft:
+    """``take`` for ``section``, which an error names."""
+    try:
+        return take(steps, _begun(draft, opened, section, decision), decision)
+    except FsdpckptError as error:
+        error.what = f"{section.label}: {error.what}"
+        raise
 
 
 def take(steps: Sequence[Step], draft: Draft, decision: Decision) -> Draft:
@@ -53,34 +85,61 @@ def take(steps: Sequence[Step], draft: Draft, decision: Decision) -> Draft:
     return draft
 
 
-def _begun(draft: Draft, opened: Checkpoint) -> Draft:
-    return replace(draft, checkpoint=opened, opened=opened, place="", one_of_several=True)
-
-
-def _begun_section(draft: Draft, opened: Checkpoint, section: NamedSection) -> Draft:
-    """The draft of ``section`` alone. The model of an optimizer only says what its ids are: it has nothing that could
-    be lost.
+def _begun(draft: Draft, opened: Checkpoint, section: NamedSection | None, decision: Decision) -> Draft:
+    """The draft of ``section`` alone, None for the main ones. The model of an optimizer only says what its ids are: it
+    has nothing that could be lost.
     """
-    view = alone(opened, section)
-    for_ids = section.section is Section.OPTIM and view.model is not None
+    view = main_alone(opened) if section is None else alone(opened, section)
+    for_ids = section is not None and section.section is Section.OPTIM and view.model is not None
     if for_ids and view.model is not None:
         view = replace(view, model=ModelState(view.model.params))
-    return replace(_begun(draft, view), place=section.dotted, model_for_ids=for_ids)
+    knowledge = draft.knowledge.of(request_of_section(draft.knowledge.request, opened, section, draft.sources))
+    view = _with_named_beside(view, knowledge, decision)
+    return replace(
+        draft,
+        checkpoint=view,
+        opened=view,
+        knowledge=knowledge,
+        place=section.dotted if section is not None else "",
+        model_for_ids=for_ids,
+        one_of_several=True,
+    )
 
 
-def _joined(main: Checkpoint, sections: Sequence[NamedSection], done: Sequence[Draft]) -> Checkpoint:
-    """``main`` with what became of each of the named ``sections``, and with the notes on it."""
+def _with_named_beside(view: Checkpoint, knowledge: Knowledge, decision: Decision) -> Checkpoint:
+    """``view`` whose other optimizers of its model are keyed by name, where something proves the names. They say which
+    parameters are trained, and no flat parameter has others too.
+    """
+    if decision.layout is not Layout.FLATTENED or view.layout is Layout.FLATTENED:
+        return view
+    by_name = [knowledge.named_if_proved(replace(view, optim=each, beside=())) for each in view.beside]
+    pairs = zip(view.beside, by_name, strict=True)
+    return replace(
+        view,
+        beside=tuple(each if named is None or named.optim is None else named.optim for each, named in pairs),
+    )
+
+
+def _joined(main: Checkpoint, sections: Sequence[NamedSection], done: Mapping[NamedSection, Draft]) -> Checkpoint:
+    """``main`` with what became of each of the named ``sections``, and with the notes on it. Those that are not in
+    ``done`` stay as they are.
+    """
     notes = list(main.ledger.notes)
     lacking = dict.fromkeys(main.lacking)
     named: list[NamedSection] = []
-    for section, draft in zip(sections, done, strict=True):
+    for section in sections:
+        draft = done.get(section)
+        if draft is None:
+            named.append(section)
+            notes.append(_left_whole(section))
+            continue
         if draft.left_out:
             notes.append(Note("dropped", f"{flags.include} and {flags.exclude} leave nothing of {section.label}"))
             continue
         of_model = section.section is Section.MODEL
         content = draft.checkpoint.model if of_model else draft.checkpoint.optim
         if content is not None:
-            named.append(replace(section, content=content))
+            named.append(replace(section, content=content, units=draft.units, written_keys=draft.key_type))
         added = [note for note in draft.checkpoint.ledger.notes if note not in notes]
         notes += [replace(note, message=f"{section.label}: {note.message}") for note in added]
         lacking.update(dict.fromkeys(draft.checkpoint.lacking))
@@ -168,10 +227,16 @@ def _shape(leaf: object) -> tuple[int, ...] | None:
     return leaf.shape if isinstance(leaf, Tensor) else None
 
 
-def _promoted(checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with its only model, and its only optimizer, as the main one, if options have left just one: that
-    is how a reader finds it.
+def _left_whole(section: NamedSection) -> Note:
+    message = f"{section.label} stays whole in a flattened target: no optimizer trains it, so nothing says that FSDP1 "
+    return Note("whole", message + f"wraps it. {flags.only(section.label)} flattens it alone")
+
+
+def _promoted(draft: Draft) -> Draft:
+    """``draft`` with its only model, and its only optimizer, as the main one, if options have left just one: that is
+    how a reader finds it.
     """
+    checkpoint = draft.checkpoint
     for section in (Section.MODEL, Section.OPTIM):
         main = checkpoint.model if section is Section.MODEL else checkpoint.optim
         of_kind = [named for named in checkpoint.named if named.section is section]
@@ -185,26 +250,6 @@ def _promoted(checkpoint: Checkpoint) -> Checkpoint:
         rest = tuple(named for named in checkpoint.named if named is not only)
         origin = replace(checkpoint.origin, nesting={**checkpoint.origin.nesting, section: only.path})
         checkpoint = replace(checkpoint, origin=origin, named=rest)
-    return checkpoint
-
-
-def _refuse_flattened(draft: Draft, decision: Decision) -> None:
-    """Raises NeedsInformationError for several optimizers in a flattened target, and for named sections that hold
-    slices of flat parameters: units describe one model and one optimizer.
-    """
-    opened, request = draft.checkpoint, draft.knowledge.request
-    to_flattened = decision.layout is Layout.FLATTENED
-    flat = [
-        named
-        for named in opened.named
-        if (to_flattened and not isinstance(named.content, ModelState))
-        or (isinstance(named.content, ModelState) and is_flattened(alone(opened, named), draft.sources, request))
-    ]
-    if flat:
-        raise NeedsInformationError(
-            f"{opened.source} has several models or optimizers, and flat parameters are those of one",
-            details=[f"{flags.only(named.label)}" for named in flat],
-            file=opened.source,
-            why="the units of flat parameters describe one model and one optimizer",
-            next_step=f"convert one at a time: {flags.only(flat[0].label)}",
-        )
+        if only.units is not None:  # those of an optimizer, which comes last, describe its model too
+            draft = replace(draft, units=only.units, key_type=only.written_keys or draft.key_type)
+    return draft.with_checkpoint(checkpoint)

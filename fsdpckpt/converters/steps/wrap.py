@@ -26,9 +26,9 @@ from fsdpckpt.transform.selection import parameter_names
 
 
 def require_something(draft: Draft, _: Decision) -> Draft:
-    """Raises UsageError for a checkpoint that has nothing to flatten."""
+    """Raises UsageError for a checkpoint that has nothing to flatten; one of several sections may have nothing."""
     checkpoint = draft.checkpoint
-    if checkpoint.model is None and checkpoint.optim is None:
+    if checkpoint.model is None and checkpoint.optim is None and not draft.one_of_several:
         raise UsageError(
             f"{checkpoint.source} has neither a model nor an optimizer to flatten",
             next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
@@ -38,10 +38,9 @@ def require_something(draft: Draft, _: Decision) -> Draft:
 
 def wrap(draft: Draft, decision: Decision) -> Draft:
     """Find the units of the target, for the names that it has: ``NameChanges`` takes those of the source to them."""
-    changes = draft.changes
-    if changes is None:
+    changes, checkpoint, options = draft.changes, draft.checkpoint, decision.options
+    if changes is None or (checkpoint.model is None and checkpoint.optim is None):
         return draft
-    checkpoint, options = draft.checkpoint, decision.options
     if checkpoint.units is not None:
         checkpoint = replace(checkpoint, units=changes.applied_to(checkpoint.units))
     target = target_units(

@@ -4,22 +4,25 @@ rank.
 On rank r the model file holds what ``LOCAL_STATE_DICT`` returns there, the optimizer file the dict that
 ``optimizer.load_state_dict`` takes there: what ``FSDP.optim_state_dict_to_load`` returns. With HYBRID_SHARD rank r
 holds shard r % ``shard_size``, and its flat parameters state the shards of r's own group; PyTorch itself cannot save a
-``LOCAL_STATE_DICT`` outside the first group, and this is the same form there.
+``LOCAL_STATE_DICT`` outside the first group, and this is the same form there. Named sections are in the file of the
+extras, at their places: those with units as such dicts, others whole.
 """
 
 from __future__ import annotations
 
 import posixpath
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.flat.flatten.keys import flat_keys, wrapped_metadata
 from fsdpckpt.flat.flatten.pickle import FlatParameter, FlatPickle, FlatShard, FlatView, in_memory_order
 from fsdpckpt.flat.flatten.states import FlatOptimizer
-from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, ModelState, NamedSection, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.sections import alone, state_dict_of
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units, first_misplaced, state_dict_order
@@ -30,42 +33,62 @@ from fsdpckpt.writers.torch_ranks import require_memory
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
-    """``spec.world_size`` files for each section of ``checkpoint`` (whole tensors, optimizer keyed by name).
+    """``spec.world_size`` files for each section of ``checkpoint`` (whole tensors, optimizers keyed by name).
 
-    ``spec.units`` describe the target, and match the checkpoint (``flat.units.request.contradictions``). Raises
-    SourceUnsupportedError for what no flat parameter can hold, NeedsInformationError for missing optimizer states.
+    ``spec.units``, and those of named sections, describe the target, and match the checkpoint
+    (``flat.units.request.contradictions``). Raises SourceUnsupportedError for what no flat parameter can hold,
+    NeedsInformationError for missing optimizer states.
     """
-    if spec.units is None:
-        raise InternalError("flat parameters without units that describe them")
-    units, world_size = spec.units, spec.ranks()
+    world_size = spec.ranks()
     casts, notes = spec.dtypes.casts(checkpoint)
-    placed = place_units(units, world_size)
     ranks = range(world_size)
     files: list[TargetFile] = []
     data = TargetData()
 
     def file_of(rank: int, section: Section, value: Any) -> TargetFile:
         file = TargetFile(spec.section_paths[section].file.format(rank=rank, world_size=world_size), data)
-        writer = FlatPickle(rank=rank, world_size=world_size, shard_size=units.shard_size or world_size, casts=casts)
+        writer = FlatPickle(rank=rank, world_size=world_size, casts=casts)
         writer.value(value)
         writer.write(file, stem=posixpath.splitext(posixpath.basename(file.path))[0])
         if not rank:
             require_memory(len(file.blob), world_size)
         return file
 
-    if checkpoint.model is not None:
-        model = FlatModel(checkpoint.model, units=units, placed=placed, casts=casts)
-        files += [file_of(rank, Section.MODEL, model.value(rank)) for rank in ranks]
-    if checkpoint.optim is not None:
-        keys = flat_keys(checkpoint, units, spec.key_type)
-        optim = FlatOptimizer(checkpoint, checkpoint.optim, units=units, placed=placed, keys=keys, casts=casts)
-        notes += [*keys.notes, *optim.notes()]
-        files += [file_of(rank, Section.OPTIM, optim.value(rank)) for rank in ranks]
-    extras = [extras_of_rank(checkpoint, rank) for rank in ranks]
+    def sections_of(view: Checkpoint, units: Units | None, keys: KeyType) -> Iterator[tuple[Section, _FlatSection]]:
+        """The model and the optimizer of ``view`` as every rank gets them."""
+        if units is None:
+            raise InternalError("flat parameters without units that describe them")
+        placed = place_units(units, world_size)
+        if view.model is not None:
+            yield Section.MODEL, FlatModel(view.model, units=units, placed=placed, casts=casts)
+        if view.optim is not None:
+            optim = FlatOptimizer(view, view.optim, units, placed, keys=flat_keys(view, units, keys), casts=casts)
+            notes.extend(optim.notes())
+            yield Section.OPTIM, optim
+
+    if checkpoint.model is not None or checkpoint.optim is not None:
+        for section, content in sections_of(checkpoint, spec.units, spec.key_type):
+            files += [file_of(rank, section, content.value(rank)) for rank in ranks]
+    flat: dict[NamedSection, _FlatSection] = {}
+    for named in checkpoint.named:
+        if named.units is not None:
+            of_named = dict(sections_of(alone(checkpoint, named), named.units, named.written_keys or "id"))
+            flat[named] = of_named[named.section]
+
+    def of_rank(rank: int, named: NamedSection) -> Any:
+        return flat[named].value(rank) if named in flat else state_dict_of(named)
+
+    extras = [extras_of_rank(checkpoint, rank, partial(of_rank, rank)) for rank in ranks]
     if any(extras):
         files += [file_of(rank, Section.EXTRA, extra) for rank, extra in enumerate(extras)]
         notes += extra_notes(checkpoint, world_size)
     return Target(files, notes=notes)
+
+
+class _FlatSection(Protocol):
+    """A section in flat parameters; ``value`` returns the state dict of one rank."""
+
+    def value(self, rank: int) -> Any: ...
 
 
 class FlatModel:

@@ -113,11 +113,11 @@ class FlatView:
 
 
 class FlatPickle(ShardedTensorPickle):
-    """Writes a flattened section's dict for ``rank`` of ``world_size``, in sharding groups of ``shard_size`` ranks."""
+    """Writes the dict of flattened sections for ``rank`` of ``world_size``."""
 
-    def __init__(self, *, rank: int, world_size: int, shard_size: int, casts: Mapping[Tensor, DType]) -> None:
+    def __init__(self, *, rank: int, world_size: int, casts: Mapping[Tensor, DType]) -> None:
         super().__init__(rank=rank, world_size=world_size, shardings={}, casts=casts, canonical={})
-        self._shard_size = shard_size
+        self._shard_size = world_size  # of the flat parameter that is written
         self._writers.update(
             {
                 FlatShard: self._flat_shard,
@@ -159,6 +159,7 @@ class FlatPickle(ShardedTensorPickle):
 
     def _flat_parameter(self, value: FlatParameter) -> None:
         layout = value.placed.layout
+        self._shard_size = layout.shard_count
         index, _ = self.group()
         first = self.rank - index
         local_shard = None if value.shard is None else (index, self._view(value.shard, 0, value.shard.numel))

@@ -100,9 +100,9 @@ class FlatOptimizer:
         self,
         checkpoint: Checkpoint,
         optim: Optimizer,
-        *,
         units: Units,
         placed: Sequence[PlacedUnit],
+        *,
         keys: FlatKeys,
         casts: Mapping[Tensor, DType],
     ) -> None:
@@ -146,7 +146,10 @@ class FlatOptimizer:
         self._require_groups(checkpoint)
 
     def notes(self) -> Iterator[Note]:
-        """A note on parameters without elements, whose own states have no place where units are cut or joined."""
+        """Notes on parameters that have no states, and on those without elements, whose own states have no place where
+        units are cut or joined.
+        """
+        yield from self._keys.notes
         joined = not self._units.use_orig_params
         placed = ((name, unit) for name, unit in self._holder.items() if joined or unit.sharded)
         names = tuple(name for name, _ in placed if not self._params[name].numel and self._state.get(name))

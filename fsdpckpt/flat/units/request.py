@@ -33,6 +33,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units, unit_text
 from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
@@ -52,7 +53,8 @@ class UnitsRequest(Settings):
     optimizer whose ids are to get names; ``parameter_groups``: how blank lines divide them. ``buffers``: globs
     of model keys that are not parameters, ``("none",)`` if all are parameters. ``one_group``: all ranks shard together,
     even if units of a different run have HYBRID_SHARD. ``changes``: what was done to the source's names, which these
-    options may use in place of the target's.
+    options may use in place of the target's. ``sections``: the labels of the named section that is asked about, and
+    of its model.
     """
 
     file: str | None = None
@@ -63,6 +65,7 @@ class UnitsRequest(Settings):
     buffers: tuple[str, ...] = ()
     one_group: bool = False
     changes: NameChanges | None = None
+    sections: tuple[str, ...] = ()
 
     def names_in(self, names: Iterable[str], present: Collection[str]) -> dict[str, str]:
         """Each of ``names``, an option's, with its name among ``present``, the target's; without what is left out."""
@@ -140,12 +143,24 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
     )
 
 
-def reference_names(path: str, sources: Sources) -> Listing:
-    """The names and shapes of the checkpoint at ``path``. Raises SourceUnrecognisedError if it has none."""
+def of_same_section(reference: Checkpoint, labels: Sequence[str]) -> Checkpoint:
+    """What ``reference`` says of the named section that has the first of ``labels`` that it knows: that section alone.
+    Itself if it knows none.
+    """
+    by_label = {named.label: named for named in reference.named}
+    same = next((by_label[label] for label in labels if label in by_label), None)
+    return reference if same is None else alone(reference, same)
+
+
+def reference_names(path: str, labels: Sequence[str], sources: Sources) -> Listing:
+    """The names and shapes of the checkpoint at ``path``; ``labels``: as for ``of_same_section``.
+
+    Raises SourceUnrecognisedError if it has none.
+    """
     from fsdpckpt.readers.detect import open_checkpoint
 
     with of_option(flags.reference):
-        checkpoint = open_checkpoint(path, sources=sources, locate=Locate.NOTHING)
+        checkpoint = of_same_section(open_checkpoint(path, sources=sources, locate=Locate.NOTHING), labels)
     names = model_names(checkpoint, path) or optimizer_names(checkpoint, f"the optimizer of {path}")
     if names is None:
         raise SourceUnrecognisedError(
@@ -172,7 +187,7 @@ def target_reference(request: UnitsRequest, present: Collection[str], sources: S
     """The names of the reference of ``request``, as the target, ``present``, has them; None without a reference."""
     if request.reference is None:
         return None
-    names = reference_names(request.reference, sources)
+    names = reference_names(request.reference, request.sections, sources)
     name_of = request.names_in([param.name for param in names.params], present)
     return names.selected(name_of)
 

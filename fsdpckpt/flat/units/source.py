@@ -195,7 +195,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     """Names, shapes and order: the checkpoint's own if they are ordered, else those of the reference."""
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
-        lists.append(reference_names(request.reference, sources))
+        lists.append(reference_names(request.reference, request.sections, sources))
     lists.append(_recorded_names(checkpoint, request, sources))
     available = [names for names in lists if names is not None]
     if not available:

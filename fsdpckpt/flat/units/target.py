@@ -38,7 +38,7 @@ from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.listing import Listing
-from fsdpckpt.ir.names import rename_shared_states, revisits_a_module
+from fsdpckpt.ir.names import clean, rename_shared_states, revisits_a_module
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Groups, Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
@@ -79,6 +79,7 @@ def target_units(
     units = _sharding(units, request, world_size)
     _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
     source_units = source.units if source is not None else checkpoint.units
+    units = _without_groups_of_another(units, checkpoint)
     groups, reordered = _groups(units, checkpoint, source_units, by_user=request.parameters is not None)
     units = replace(units, world_size=world_size, groups=groups)
     _require_same_model(units, checkpoint, request, dtype)
@@ -334,6 +335,18 @@ def _groups(
     return by_order, [note + some_of(moved)]
 
 
+def _without_groups_of_another(units: Units, checkpoint: Checkpoint) -> Units:
+    """``units`` without groups of parameters that ``checkpoint``'s optimizer, one of several of the model, does not
+    list: they were recorded with another one.
+    """
+    optim = checkpoint.optim
+    if units.groups is None or optim is None or not checkpoint.beside or optim.key_type == "id":
+        return units
+    own = {key for keys in listed_keys(units, listed_names(optim)) for key in keys}
+    recorded = {key for group in units.groups for key in group}
+    return units if recorded == own else replace(units, groups=None, orders=())
+
+
 def _returns(units: Units, names: Sequence[str]) -> bool:
     """Whether ``names`` come back to a flat parameter after those of another one."""
     unit_of = units.unit_of()
@@ -347,7 +360,8 @@ def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:
     if optim is None or optim.param_groups is None or units.use_orig_params:
         return
     group_of = {name: number for number, names in enumerate(listed_names(optim)) for name in names}
-    wrong = [text for unit in units.units if (text := _division(unit, group_of))]
+    in_none = "in no group of this optimizer" if checkpoint.beside else "in no group"
+    wrong = [text for unit in units.units if (text := _division(unit, group_of, in_none))]
     if wrong:
         raise SourceUnsupportedError(
             "a flat parameter has to be in one param group, and these are divided among several",
@@ -357,16 +371,15 @@ def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:
         )
 
 
-def _division(unit: Unit, group_of: Mapping[str, int]) -> str | None:
-    """How the parameters of ``unit`` are divided among several groups, or among a group and none."""
+def _division(unit: Unit, group_of: Mapping[str, int], in_none: str) -> str | None:
+    """How the parameters of ``unit`` are divided among several groups, or among a group and none (``in_none``)."""
     by_group: dict[int | None, list[str]] = {}
     for param in unit.params:
         by_group.setdefault(group_of.get(param.name), []).append(param.name)
     if len(by_group) < 2:
         return None
     parts = [
-        f"{some_of(names)} {'in no group' if number is None else f'in group {number}'}"
-        for number, names in by_group.items()
+        f"{some_of(names)} {in_none if number is None else f'in group {number}'}" for number, names in by_group.items()
     ]
     return f"{unit}: {'; '.join(parts)}"
 
@@ -411,7 +424,7 @@ def target_names(
     Raises NeedsInformationError if they are not certain.
     """
     checkpoint_names = model_names(checkpoint, "the model section") or left_out
-    if checkpoint_names is None:
+    if checkpoint_names is None and not checkpoint.beside:  # one of several optimizers lists a part of the model
         checkpoint_names = optimizer_names(checkpoint, "the optimizer's own names")
     chosen = checkpoint_names
     reference = target_reference(request, parameter_names(checkpoint), sources)
@@ -518,11 +531,11 @@ def _require_settled(names: Listing, checkpoint: Checkpoint) -> Listing:
     """Only the parameters; raises NeedsInformationError for names that may be a parameter or a buffer, frozen or
     shared.
     """
-    optim = checkpoint.optim
-    by_name = optim is not None and optim.key_type == "name"
-    trained = {name for group in listed_names(optim) for name in group} if optim is not None and by_name else set()
-    if optim is not None and by_name:
-        trained |= {str(key) for key in optim.state}
+    trained: set[str] = set()
+    for optim in (checkpoint.optim, *checkpoint.beside):
+        if optim is not None and optim.key_type == "name":
+            trained.update(name for group in listed_names(optim) for name in group)
+            trained.update(clean(str(key)) for key in optim.state)
     params: list[Parameter] = []
     undecided: list[str] = []
     for param in names.params:

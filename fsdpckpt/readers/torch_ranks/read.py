@@ -44,7 +44,7 @@ def read_torch_ranks(
 ) -> Tree:
     """Read the state dict that the files ``paths`` (rank to path) hold together.
 
-    ``only_extras``: the files' name shows that they hold only extras, whatever their content looks like. Raises
+    ``only_extras``: the files' name shows that they hold extras and named sections, and no main ones. Raises
     SourceIncompleteError that lists every missing rank, SourceCorruptError if a file was saved by another rank than its
     name shows or by another run, and what ``read_archive`` raises. Keys that ranks lack are ``problems`` of the tree.
     An optimizer's vectors of one length on all ranks are read as replicas: ``readers.join`` knows the model and
@@ -139,17 +139,18 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
 def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, only_extras: bool) -> None:
     """Keep the plain tensors of the extras, such as random states, of each rank, unless their bytes are equal.
 
-    Skips tensors of the model and the optimizer: there, a plain tensor is a replica.
+    Skips tensors of models and optimizers: there, a plain tensor is a replica, or a slice. ``only_extras``: as for
+    ``read_torch_ranks``.
     """
-    sections = None if only_extras else split(tree.root)
-    if sections is not None and not sections.extra:
+    sections = split(tree.root, called_extra=only_extras)
+    if not sections.extra:
         return
     paths = [file.path for file in files.files()]
     records: dict[tuple[int, int], tuple[int, int]] = {}
     for path, leaf in walk(tree.root):
         if not isinstance(leaf, Tensor) or leaf.sharded or len(leaf.chunks) < 2 or not leaf.nbytes:
             continue
-        if sections is not None and sections.owns(path):
+        if sections.owns(path):
             continue
         if leaf.nbytes > _COMPARED and not records:
             records = tree.checksums.by_offset()

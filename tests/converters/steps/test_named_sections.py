@@ -268,11 +268,21 @@ def test_names_that_a_user_of_fabric_chose_are_kept_in_every_form(tmp_path: Path
     assert equal(torch.load(tmp_path / "again.ckpt", weights_only=False), {**state, "iteration": 4})
 
 
-def test_a_flattened_target_takes_one_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_flattened_target_takes_every_optimizer(use_orig_params: bool, tmp_path: Path) -> None:
     source = lightning(tmp_path)
-    with pytest.raises(NeedsInformationError, match="flat parameters are those of one") as caught:
-        fsdpckpt.convert(source, tmp_path / "flat", to="flattened", world_size=2, unit=["g", "d"])
-    assert caught.value.next_step == "convert one at a time: --only optim:optimizer_0"
+    fsdpckpt.convert(
+        source,
+        tmp_path / "flat",
+        to="flattened",
+        world_size=2,
+        unit=["g", "d"],
+        use_orig_params=use_orig_params,
+        buffers=["none"],
+    )
+    assert fsdpckpt.diff(source, tmp_path / "flat").same
+    fsdpckpt.convert(tmp_path / "flat", tmp_path / "again.pt", to="full")
+    assert fsdpckpt.diff(source, tmp_path / "again.pt").same
 
 
 @pytest.mark.parametrize("target", ["out.pt", "dcp"])

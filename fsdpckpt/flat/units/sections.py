@@ -1,0 +1,78 @@
+"""What the options about units say of each of several models and optimizers: each model has units of its own.
+
+A glob of ``--unit`` is for every model in which it matches a module. One that matches in none of them and begins with a
+section's keys, as ``critic.layers.*`` does, is for that section alone. A units file is for the sections of whose model
+it is, and a reference says of each section what its section of the same name does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdpckpt.flat.units.build import any_module
+from fsdpckpt.flat.units.request import UnitsRequest, load_units
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.sections import alone, main_alone, model_of
+from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.selection import parameter_names
+
+
+def request_of_section(
+    request: UnitsRequest, checkpoint: Checkpoint, section: NamedSection | None, sources: Sources
+) -> UnitsRequest:
+    """What ``request`` says of ``section`` of ``checkpoint``, None for its main ones."""
+    names = _names(main_alone(checkpoint) if section is None else alone(checkpoint, section))
+    if request.file is not None and not _describes(request.file, names, sources):
+        request = replace(request, file=None)
+    globs = _globs(request.globs, checkpoint, section, names) if request.globs else ()
+    return replace(request, globs=globs, sections=labels_of(checkpoint, section))
+
+
+def labels_of(checkpoint: Checkpoint, section: NamedSection | None) -> tuple[str, ...]:
+    """The labels of ``section`` and, for an optimizer, of its model: another checkpoint of the job has them too."""
+    if section is None:
+        return ()
+    model = model_of(checkpoint, section) if section.section is Section.OPTIM else None
+    return (section.label, *(named.label for named in checkpoint.named if named.content is model))
+
+
+def _names(checkpoint: Checkpoint) -> list[str]:
+    """The names of the parameters, and of flat parameters, without prefixes of wrappers."""
+    return [clean(name) for name in parameter_names(checkpoint)]
+
+
+def _describes(file: str, names: Sequence[str], sources: Sources) -> bool:
+    """Whether the units in ``file`` may be those of the model with these ``names``: nothing contradicts it if none is
+    known, as of an optimizer that has ids alone.
+    """
+    units = load_units(file, sources)
+    known = {*units.params(), *(later for later, _ in units.shared), *(unit.key for unit in units.units)}
+    return not names or not known.isdisjoint(names)
+
+
+def _globs(
+    globs: Sequence[str], checkpoint: Checkpoint, section: NamedSection | None, names: Sequence[str]
+) -> tuple[str, ...]:
+    """The globs that are for ``section``. One that matches nowhere is for all sections, which refuse it."""
+    views = [main_alone(checkpoint), *(alone(checkpoint, named) for named in checkpoint.named)]
+    modules_of_all = [name for view in views for name in _names(view)]
+    own = _places(checkpoint, section)
+    others = _places(checkpoint, *checkpoint.named)
+    taken: list[str] = []
+    for glob in globs:
+        matches_as_it_is = any_module((glob,), modules_of_all)
+        if matches_as_it_is and any_module((glob,), names):
+            taken.append(glob)
+        elif not matches_as_it_is and glob.startswith(own):
+            taken += [glob.removeprefix(place) for place in own if glob.startswith(place)][:1]
+        elif not matches_as_it_is and not glob.startswith(others):
+            taken.append(glob)
+    return tuple(taken)
+
+
+def _places(checkpoint: Checkpoint, *sections: NamedSection | None) -> tuple[str, ...]:
+    """What a glob for one of ``sections`` begins with: its keys, or those of its model."""
+    labels = {label for section in sections for label in labels_of(checkpoint, section)}
+    return tuple(f"{named.dotted}." for named in checkpoint.named if named.label in labels)

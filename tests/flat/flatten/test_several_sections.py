@@ -1,0 +1,328 @@
+"""Several models, and several optimizers, in flattened targets: real FSDP1 loads each of them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from tests.flat.test_several_optimizers import ODD, Block, Named, Net, Optimizers, apart, by_module, matrices_and_rest
+from tests.oracle.fake_group import as_rank
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RANKS = 3
+INIT_SHARDED = "torch.distributed.fsdp._state_dict_utils.init_from_local_shards"
+Path_ = tuple[str, ...]
+Values = dict[tuple[Path_, str, str], torch.Tensor]
+"""By the keys of a section, the name of a parameter and that of a state, "" for the parameter itself."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """``models``: the layers of each, by its keys. ``optimizers``: of each model, with their keys."""
+
+    models: Mapping[Path_, Sequence[tuple[int, int]]]
+    optimizers: Mapping[Path_, Callable[[Named], dict[Path_, torch.optim.Optimizer]]]
+    use_orig_params: bool
+
+    def values(self, rank: int, ranks: int, load: Path | None, save: Path | None) -> Iterator[tuple[Values, Any]]:
+        """What a rank of a real job holds of each model and its optimizers, after it has loaded or trained them."""
+        content: dict[str, Any] = {}
+        with as_rank(rank, ranks):
+            for path, layers in self.models.items():
+                torch.manual_seed(5)
+                wrapped = FullyShardedDataParallel(
+                    Net(layers),
+                    auto_wrap_policy=ModuleWrapPolicy({Block}),
+                    use_orig_params=self.use_orig_params,
+                    device_id=torch.device("cpu"),
+                )
+                named = {name.replace("_fsdp_wrapped_module.", ""): each for name, each in wrapped.named_parameters()}
+                optimizers = self.optimizers[path](named)
+                torch.manual_seed(100 * ranks + rank)
+                for optimizer in optimizers.values():
+                    train(optimizer, rank, padded=not self.use_orig_params)
+                local = FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT)
+                with mock.patch(INIT_SHARDED, sharded_of(ranks)), local:
+                    if load is not None:
+                        keys = wrapped.load_state_dict(
+                            written(load, rank, ranks, path), strict=not self.use_orig_params
+                        )
+                        assert not keys.missing_keys
+                        assert all(key.endswith("_flat_param") for key in keys.unexpected_keys)
+                    for key, optimizer in optimizers.items() if load is not None else ():
+                        optimizer.load_state_dict(written(load, rank, ranks, key))
+                    put(content, path, wrapped.state_dict())
+                for key, optimizer in optimizers.items():
+                    put(content, key, optimizer.state_dict())
+                values = {(path, name, ""): each.detach().clone() for name, each in named.items()}
+                values |= {
+                    (key, name, state): value
+                    for key, optimizer in optimizers.items()
+                    for name, each in named.items()
+                    for state, value in optimizer.state.get(each, {}).items()
+                }
+                yield values, {} if self.use_orig_params else named
+            if save is not None:
+                torch.save(content, save / f"state_world_size_{ranks}_rank_{rank}.pt")
+
+    def run(self, ranks: int, load: Path | None = None, save: Path | None = None) -> Values:
+        """The whole values of a job of ``ranks``, put together as torch's own metadata says."""
+        held: list[Values] = []
+        flats: dict[tuple[Path_, str], Any] = {}
+        for rank in range(ranks):
+            held.append({})
+            for values, flat in self.values(rank, ranks, load, save):
+                held[rank] |= values
+                sections = {path for path, _, _ in values}
+                flats |= {(path, name): each for path in sections for name, each in flat.items()}
+        whole: Values = {}
+        for path, name, state in dict.fromkeys(key for of_rank in held for key in of_rank):
+            parts = [of_rank[path, name, state] for of_rank in held if (path, name, state) in of_rank]
+            for fqn, value in apart(name, parts[0], parts, flats.get((path, name))).items():
+                whole[path, fqn, state] = value.reshape(-1)
+        return whole
+
+
+def train(optimizer: torch.optim.Optimizer, rank: int, *, padded: bool) -> None:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        param.grad = torch.randn_like(param) if param.numel() else None
+        if padded and param.grad is not None:  # padding has no gradient
+            param.grad[max(0, sum(param._numels) - rank * param.numel()) :] = 0
+    optimizer.step()
+
+
+def sharded_of(ranks: int) -> Callable[..., ShardedTensor]:
+    """What ``init_from_local_shards`` makes, without asking the other ranks."""
+
+    def sharded(shards: list[Shard], total: int, **_: Any) -> ShardedTensor:
+        length = -(-total // ranks)
+        begins = range(0, total, length)
+        metadata = [
+            ShardMetadata([begin], [min(length, total - begin)], f"rank:{rank}/cpu")
+            for rank, begin in enumerate(begins)
+        ]
+        properties = TensorProperties(
+            dtype=torch.float32, requires_grad=any(shard.tensor.requires_grad for shard in shards)
+        )
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, ShardedTensorMetadata(metadata, torch.Size([total]), properties)
+        )
+
+    return sharded
+
+
+def put(content: dict[str, Any], path: Path_, value: Any) -> None:
+    for key in path[:-1]:
+        content = content.setdefault(key, {})
+    content[path[-1]] = value
+
+
+def written(folder: Path, rank: int, ranks: int, path: Path_) -> Any:
+    """The section at ``path`` in the plain files of ``rank``."""
+    if not dist.is_initialized():
+        with as_rank(rank, ranks):
+            return written(folder, rank, ranks, path)
+    name = f"{{}}_world_size_{ranks}_rank_{rank}.pt"
+    if path == ("model",):
+        return torch.load(folder / name.format("model"), weights_only=False)
+    value = torch.load(folder / name.format("extra_state"), weights_only=False)
+    for key in path:
+        value = value[key]
+    return value
+
+
+def under(*keys: str) -> Callable[[Callable[[Named], Optimizers]], Callable[[Named], dict[Path_, Any]]]:
+    def of(optimizers: Callable[[Named], Optimizers]) -> Callable[[Named], dict[Path_, Any]]:
+        return lambda named: {(*keys, key): each for key, each in optimizers(named).items()}
+
+    return of
+
+
+def one_of(key: str) -> Callable[[Named], dict[Path_, torch.optim.Optimizer]]:
+    return lambda named: {(key,): torch.optim.AdamW(named.values(), lr=0.01)}
+
+
+def several_optimizers(*, use_orig_params: bool) -> Job:
+    optimizers = matrices_and_rest if use_orig_params else by_module
+    return Job({("model",): ODD}, {("model",): under("optimizers")(optimizers)}, use_orig_params)
+
+
+def several_models(*, use_orig_params: bool) -> Job:
+    models = {("generator",): ODD, ("critic",): [(4, 3)]}
+    optimizers = {("generator",): one_of("generator_optimizer"), ("critic",): one_of("critic_optimizer")}
+    return Job(models, optimizers, use_orig_params)
+
+
+def both(*, use_orig_params: bool) -> Job:
+    """A main model with two optimizers, beside another model with one."""
+    first = several_optimizers(use_orig_params=use_orig_params)
+    optimizers = {**first.optimizers, ("critic",): one_of("critic_optimizer")}
+    return Job({**first.models, ("critic",): [(4, 3)]}, optimizers, use_orig_params)
+
+
+def full_models(job: Job, path: Path) -> str:
+    """A reference: the names and shapes of each model."""
+    models: dict[str, Any] = {}
+    for keys, layers in job.models.items():
+        put(models, keys, Net(layers).state_dict())
+    torch.save(models, path)
+    return str(path)
+
+
+def assert_same(found: Values, expected: Values) -> None:
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("job_of", [several_models, both])
+def test_fsdp1_loads_every_section_on_other_ranks(
+    job_of: Callable[..., Job], use_orig_params: bool, tmp_path: Path
+) -> None:
+    job = job_of(use_orig_params=use_orig_params)
+    source = tmp_path / "source"
+    source.mkdir()
+    trained = job.run(RANKS, save=source)
+    reference = full_models(job, tmp_path / "names.pt")
+    fsdpckpt.convert(source, tmp_path / "flat", world_size=2, reference=reference, to="flattened", verify="full")
+    assert_same(job.run(2, load=tmp_path / "flat"), trained)
+    assert fsdpckpt.verify(tmp_path / "flat").whole
+    # What is written says itself what its flat parameters hold, also on the way over whole tensors.
+    fsdpckpt.convert(tmp_path / "flat", tmp_path / "full.pt", key_type="name")
+    assert fsdpckpt.diff(tmp_path / "flat", tmp_path / "full.pt").same
+    options: dict[str, Any] = {"unit": ["blocks.*"], "use_orig_params": use_orig_params, "key_type": "id"}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "again", to="flattened", world_size=RANKS, **options)
+    assert_same(job.run(RANKS, load=tmp_path / "again"), trained)
+
+
+Full = Callable[[Callable[..., Job]], Path]
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Full:
+    """Full checkpoints of trained jobs, their optimizers keyed by name; each is made once."""
+    return cache(lambda job_of: make_full(job_of(use_orig_params=True), tmp_path_factory.mktemp("job")))
+
+
+def make_full(job: Job, folder: Path) -> Path:
+    source = folder / "source"
+    source.mkdir()
+    job.run(RANKS, save=source)
+    reference = full_models(job, folder / "names.pt")
+    fsdpckpt.convert(source, folder / "full.pt", key_type="name", reference=reference)
+    return folder / "full.pt"
+
+
+FLAT: dict[str, Any] = {"to": "flattened", "world_size": 2, "use_orig_params": True}
+
+
+def test_one_section_of_a_flattened_checkpoint_is_taken_alone(full: Full, tmp_path: Path) -> None:
+    source = full(both)
+    fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], **FLAT)
+    whole = torch.load(source)
+    for label, expected in (
+        ("optim:muon", whole["optimizers"]["muon"]["state"]),
+        ("optim:critic_optimizer", whole["critic_optimizer"]["state"]),
+        ("model:critic", whole["critic"]),
+    ):
+        fsdpckpt.convert(tmp_path / "flat", tmp_path / f"{label}.pt", only=label, key_type=key_type_of(label))
+        found = torch.load(tmp_path / f"{label}.pt")
+        found = found["state"] if "optim" in label else found
+        assert equal(found, expected)
+        # It is flattened alone, too, and its file has the section itself.
+        fsdpckpt.convert(tmp_path / "flat", tmp_path / label, only=label, to="flattened", world_size=3)
+        assert fsdpckpt.diff(tmp_path / f"{label}.pt", tmp_path / label).same
+
+
+def key_type_of(label: str) -> Any:
+    return "name" if "optim" in label else None
+
+
+def equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return set(found) == set(expected) and all(equal(found[key], value) for key, value in expected.items())
+    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
+
+
+def test_an_average_of_weights_stays_whole(full: Full, tmp_path: Path) -> None:
+    """No optimizer trains it, so nothing says that FSDP1 wraps it. A round trip does not flatten it either."""
+    source = tmp_path / "full.pt"
+    content = torch.load(full(several_optimizers))
+    content["ema"] = {name: value * 2 for name, value in content["model"].items()}
+    torch.save(content, source)
+    report = fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], **FLAT)
+    assert any("model:ema stays whole" in note.message for note in report.notes)
+    for step in ("flat", "on-3"):
+        if step == "on-3":
+            fsdpckpt.convert(tmp_path / "flat", tmp_path / step, world_size=3)
+        ranks = 2 if step == "flat" else 3
+        assert equal(dict(written(tmp_path / step, 1, ranks, ("ema",))), content["ema"])
+        assert fsdpckpt.diff(source, tmp_path / step).same
+    fsdpckpt.convert(source, tmp_path / "ema", unit=["blocks.*"], only="model:ema", buffers=["none"], **FLAT)
+    assert "_flat_param" in written(tmp_path / "ema", 0, 2, ("model",))
+
+
+def test_units_are_given_for_each_model(full: Full, tmp_path: Path) -> None:
+    source = full(several_models)
+    fsdpckpt.convert(source, tmp_path / "flat", unit=["generator.blocks.1", "critic.none"], **FLAT)
+    keys = {
+        name: [key for key in written(tmp_path / "flat", 0, 2, (name,)) if key.endswith("_flat_param")]
+        for name in ("generator", "critic")
+    }
+    assert keys == {"generator": ["blocks.1._flat_param", "_flat_param"], "critic": ["_flat_param"]}
+    assert fsdpckpt.diff(source, tmp_path / "flat").same
+    with pytest.raises(UsageError, match="matches no module"):  # neither model has it
+        fsdpckpt.convert(source, tmp_path / "no", unit=["blocks.*", "layers.*"], **FLAT)
+    with pytest.raises(NeedsInformationError, match=r"optim:critic_optimizer: nothing says which modules"):
+        fsdpckpt.convert(source, tmp_path / "no", unit=["generator.blocks.*"], **FLAT)
+
+
+def test_a_flat_parameter_that_optimizers_would_share_is_refused(full: Full, tmp_path: Path) -> None:
+    source = full(several_optimizers)
+    with pytest.raises(SourceUnsupportedError, match=r"optim:adam: a flat parameter has to be in one") as error:
+        fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], **{**FLAT, "use_orig_params": False})
+    assert "add --use-orig-params" in str(error.value.next_step)
+
+
+def test_all_optimizers_of_a_model_decide_what_is_trained(full: Full, tmp_path: Path) -> None:
+    """One of them lists only some parameters: the others are not frozen for that. What none lists is."""
+    source = tmp_path / "full.pt"
+    content = torch.load(full(several_optimizers))
+    for group in content["optimizers"]["adam"]["param_groups"]:
+        group["params"].remove("head.bias")
+    del content["optimizers"]["adam"]["state"]["head.bias"]
+    torch.save(content, source)
+    with pytest.raises(NeedsInformationError, match=r"head.bias may be a parameter or a buffer"):
+        fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], **FLAT)
+    fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], buffers=["none"], **FLAT)
+    document = json.loads((tmp_path / "flat" / "fsdpckpt.json").read_text())
+    every = [document["units"], *(entry["units"] for entry in document["section_units"])]
+    assert [len(units.pop("groups") or ()) for units in every] == [0, 1, 1]
+    assert every[0] == every[1] == every[2]
+    frozen = [param["name"] for unit in every[0]["units"] for param in unit["params"] if "requires_grad" in param]
+    assert frozen == ["head.bias"]
+
+
+def test_a_framework_that_saves_one_optimizer_names_the_form_that_holds_all(full: Full, tmp_path: Path) -> None:
+    source = full(several_optimizers)
+    with pytest.raises(NeedsInformationError, match="verl saves one optimizer") as error:
+        fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], flavor="verl", **FLAT)
+    assert "which keeps all" in str(error.value.next_step)
