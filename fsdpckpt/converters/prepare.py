@@ -32,7 +32,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.readers.dcp.items import first_item, is_located
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.protocol import MANIFEST, Items, Locate, require_matches
+from fsdpckpt.readers.protocol import MANIFEST, Locate, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.text import size_text
@@ -110,40 +110,39 @@ def _require_possible_size(checkpoint: Checkpoint, target: str) -> None:
 
 
 def _select(source: str, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
-    """Read and transform what ``options`` select. Of a DCP directory, open only the items of the selected tensors.
-
-    The metadata shows which tensors these are. If it is not enough (flat parameters, rows that ranks cut differently
-    from the metadata, anything that is refused), open all items.
-    """
-    selects = options.only is not None or options.include or options.exclude
-    reads_values = options.map is not None  # a map compares numbers of several parameters
-    locate = Locate.NOTHING if selects and not reads_values else Locate.ALL
-    while not locate.all:
-        try:
-            draft, decision = _read_and_transform(source, target, options, sources, locate)
-        except FsdpckptError:  # the other items may show otherwise, or complete the list of errors
-            break
-        needed = _items_to_open(draft)
-        if not needed:
-            return draft, decision
-        locate = Locate.only(needed) if locate.nothing else Locate.ALL
-    return _read_and_transform(source, target, options, sources, Locate.ALL)
-
-
-def _items_to_open(draft: Draft) -> Items:
-    """The first items of the tensors that are not located yet; all have to be opened if there is one."""
-    tensors = [*draft.checkpoint.leaves(), *draft.side_files.values()]
-    return frozenset() if all(map(is_located, tensors)) else frozenset(map(first_item, tensors))
-
-
-def _read_and_transform(
-    source: str, target: str, options: ConvertOptions, sources: Sources, locate: Locate
-) -> tuple[Draft, Decision]:
-    """The steps from SRC to what is laid out. With flat parameters everything is located, whatever ``locate`` says."""
-    located = _read(source, options, sources, locate)
-    needs_all = not locate.all and is_flattened(located.checkpoint, sources, units_request(options))
-    opened = _read(source, options, sources, Locate.ALL) if needs_all else located
+    """Read SRC, decide what is written, and transform what was read into it."""
+    opened = _read_what_is_taken(source, target, options, sources)
     require_matches(options.ignore_file, opened.checkpoint)
+    return _transform(opened, target, options, sources)
+
+
+def _read_what_is_taken(source: str, target: str, options: ConvertOptions, sources: Sources) -> _Opened:
+    """SRC, with everything located that ``options`` take of it: other items of a DCP directory are not opened."""
+    takes_all = options.only is None and not options.include and not options.exclude
+    if takes_all or options.map is not None:  # a map compares numbers of several parameters
+        return _read(source, options, sources, Locate.ALL)
+    outline = _read(source, options, sources, Locate.NOTHING)
+    if all(map(is_located, outline.checkpoint.leaves())):
+        return outline
+    return _read(source, options, sources, _what_to_locate(outline, target, options, sources))
+
+
+def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sources: Sources) -> Locate:
+    """The items of a DCP directory that hold what ``options`` take: those of the tensors that are left when its
+    metadata alone is transformed. All if flat parameters or master weights have to be proved by their bytes.
+    """
+    checkpoint = outline.checkpoint
+    if checkpoint.origin.has_masters or is_flattened(checkpoint, sources, units_request(options)):
+        return Locate.ALL
+    try:
+        draft, _ = _transform(outline, target, options, sources)
+    except FsdpckptError:  # the bytes may show otherwise; if not, the error lists what is wrong with all items
+        return Locate.ALL
+    taken = [*draft.checkpoint.leaves(), *draft.side_files.values()]
+    return Locate.only(frozenset(map(first_item, taken)))
+
+
+def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
     decision = decide(target, options, opened.checkpoint, sources)
     return transform(opened.checkpoint, decision, sources, place=opened.place), decision
 

@@ -75,6 +75,8 @@ class Origin:
     ``extra_files``: the files of each extra at the top that is in files of its own. ``section_files``: those that hold
     a model or an optimizer.
 
+    ``has_masters``: whether it has master weights, which their values tie to parameters.
+
     ``steps``: the directories beside it with checkpoints of the run of which it is the final model.
 
     What a conversion may still change: ``left_out``, what lies beside the checkpoint; ``untied_masters``, the place of
@@ -98,6 +100,7 @@ class Origin:
     keys_in_order: bool = True
     extra_files: Mapping[Key, frozenset[str]] = field(default_factory=dict)
     section_files: frozenset[str] = frozenset()
+    has_masters: bool = False
     left_out: tuple[LeftOut, ...] = ()
     steps: tuple[str, ...] = ()
     untied_masters: str = ""

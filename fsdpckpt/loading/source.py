@@ -64,7 +64,7 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
         path, sources=sources, units=units, locate=locate, ignore_file=ignored, prefer_dcp_over_exports=True
     )
     require_matches(ignored, checkpoint)
-    flattened = locate.nothing and is_flattened(checkpoint, sources, units_request(options))
+    flattened = not locate.all and is_flattened(checkpoint, sources, units_request(options))
     if flattened and not all(map(is_located, checkpoint.leaves())):
         checkpoint = open_checkpoint(
             path, sources=sources, units=units, locate=Locate.ALL, ignore_file=ignored, prefer_dcp_over_exports=True

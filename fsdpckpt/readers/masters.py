@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import TypeAlias
 
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError
@@ -34,6 +35,8 @@ _MASTERS = ("fp32_groups", "fp32_from_fp16_params", "fp32_from_fp16_groups", "fp
 _FLAT_MASTERS = "fp32_groups_flat"
 _MASTER_DTYPE = "float32"
 
+_Place: TypeAlias = tuple[bytes, bytes, bytes, tuple[int, ...]]
+
 
 def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     """``checkpoint`` with the optimizer's master weights as its trained parameters, if a wrapper holds them.
@@ -42,10 +45,10 @@ def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     are those that round to other values than the model's copies.
     """
     checkpoint = _with_untied(checkpoint, "")
-    saved = checkpoint
     place, wrapper = _wrapper(checkpoint)
     if checkpoint.model is None or not wrapper:
         return checkpoint
+    checkpoint = saved = replace(checkpoint, origin=replace(checkpoint.origin, has_masters=True))
     if _FLAT_MASTERS in wrapper:
         divided = _divided(checkpoint, place, wrapper) or _divided_by_value(checkpoint, place, wrapper, sources)
         if divided is None:
@@ -151,7 +154,7 @@ def _tied_by_value(
 
 def _trained(checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
     """The tensors of the model that may have masters, a shared one under its first name."""
-    trained: dict[tuple[bytes, bytes, tuple[int, ...]], tuple[str, Tensor]] = {}
+    trained: dict[_Place, tuple[str, Tensor]] = {}
     for name, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
         if isinstance(leaf, Tensor) and leaf.sharded is not False:  # the file lists the buffers
             trained.setdefault(_place(leaf), (name, leaf))
@@ -353,6 +356,8 @@ def _pairs(
     return pairs
 
 
-def _place(tensor: Tensor) -> tuple[bytes, bytes, tuple[int, ...]]:
-    """Where its bytes are: tied parameters share them."""
-    return tensor.chunks.file.tobytes(), tensor.chunks.offset.tobytes(), tensor.shape
+def _place(tensor: Tensor) -> _Place:
+    """Where its bytes are, or the items that hold them: tied parameters share them."""
+    chunks = tensor.chunks
+    item = chunks.item.tobytes() if chunks.item is not None else b""
+    return chunks.file.tobytes(), chunks.offset.tobytes(), item, tensor.shape

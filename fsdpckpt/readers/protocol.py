@@ -60,11 +60,13 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
 class Locate:
     """Which tensors of a DCP directory are located: their items are opened, and show where in its file each chunk is.
 
-    ``Locate.NOTHING``: the metadata alone is read; ``Locate.ALL``; ``Locate.only(items)``.
+    ``Locate.NOTHING``: the metadata alone is read, and few of the other values; ``Locate.ALL``; ``Locate.only(items)``:
+    the tensors that begin with one of ``items``, and all other values.
     """
 
     all: bool
     items: Items = frozenset()
+    values: bool = True  # whether everything that is not a tensor is read
 
     NOTHING: ClassVar[Locate]
     ALL: ClassVar[Locate]
@@ -73,12 +75,8 @@ class Locate:
     def only(cls, items: Items) -> Locate:
         return cls(all=False, items=items)
 
-    @property
-    def nothing(self) -> bool:
-        return not self.all and not self.items
 
-
-Locate.NOTHING = Locate(all=False)
+Locate.NOTHING = Locate(all=False, values=False)
 Locate.ALL = Locate(all=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.converters import prepare
@@ -70,7 +71,7 @@ def test_only_the_items_of_what_is_taken_are_opened(
     found = converted(source, tmp_path / "a", to="sharded", world_size=3, **options)
     assert sum(opened) == cut * RANKS + whole
     opened.clear()
-    monkeypatch.setattr(prepare, "_select", lambda *given: prepare._read_and_transform(*given, Locate.ALL))
+    monkeypatch.setattr(prepare, "_what_to_locate", lambda *_: Locate.ALL)
     assert converted(source, tmp_path / "b", to="sharded", world_size=3, **options) == found
     assert sum(opened) == 2 * TENSORS * RANKS + TENSORS
 
@@ -104,3 +105,21 @@ def test_rows_that_the_metadata_get_wrong_are_those_of_the_items(tmp_path: Path)
     fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "a.pt"), to="full", include=("a*",), only="model")
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert {name: value.tolist() for name, value in found.items()} == {"a.weight": weights["a"].tolist()}
+
+
+@pytest.mark.parametrize("take", [{"only": "model"}, {"include": ("w5*",)}])
+def test_master_weights_are_proved_by_their_bytes(take: dict[str, Any], tmp_path: Path) -> None:
+    """What ties them to parameters are the copies, which are not taken; they lie in another order than the model."""
+    masters = {name: torch.randn(9, 3) for name in WEIGHTS}
+    model = {name: weight.bfloat16() for name, weight in masters.items()}
+    listed = list(reversed(masters.values()))
+    inner = {
+        "state": {number: {"exp_avg": weight * 2} for number, weight in enumerate(listed)},
+        "param_groups": [{"lr": 0.5, "params": [0, 1, 2]}],
+    }
+    saved: dict[str, Any] = {"model": model, "optimizer": {"optimizer": inner, "fp32_from_fp16_params": [listed]}}
+    dcp.save(saved, checkpoint_id=tmp_path / "source", no_dist=True)
+    fsdpckpt.convert(tmp_path / "source", tmp_path / "a.pt", to="full", **take)
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    for name, weight in found.get("model", found).items():
+        assert torch.equal(weight, masters[name])

@@ -71,10 +71,41 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
 
     Raises SourceCorruptError that lists all items that differ from the metadata.
     """
+    declared, located, resized, checksums = _located(directory, sources)
+    tree.checksums = Checksums.joined([tree.checksums, *checksums])
+    uneven = [tensor for tensor in declared if tensor.key in resized]
+    if uneven:
+        _correct_uneven(directory, uneven, located, tree)
+    return list(located.values())
+
+
+def locate_some(directory: DcpDirectory, sources: Sources, tree: Tree) -> list[ChunkedTensor] | None:
+    """``locate_chunks`` of a directory's metadata for some of its tensors. None if items have other sizes than it
+    declares: ``_correct_uneven`` needs those of all tensors.
+    """
+    _, located, resized, checksums = _located(directory, sources)
+    if resized:
+        return None
+    tree.checksums = Checksums.joined([tree.checksums, *checksums])
+    return list(located.values())
+
+
+class _Located(NamedTuple):
+    """What the items show: the tensors as declared, and as they are; the keys of those whose items have other sizes;
+    the checksums of their files.
+    """
+
+    declared: list[ChunkedTensor]
+    located: dict[str, ChunkedTensor]
+    resized: frozenset[str]
+    checksums: list[Checksums]
+
+
+def _located(directory: DcpDirectory, sources: Sources) -> _Located:
     offset = np.full(sum(len(tensor.chunks) for tensor in directory.metadata.tensors.values()), -1, np.int64)
     declared = declared_chunks(directory, offset)
     if not declared:
-        return []
+        return _Located([], {}, frozenset(), [])
     paths = {number: directory.file(name) for number, name in directory.names().items()}
     contents = _Contents(paths, declared, offset)
     _read_blobs(contents, directory, sources)
@@ -82,15 +113,10 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
         checksums = contents.read_archives(sources)
     except SourceUnrecognisedError as error:
         raise _no_archive(directory, str(error.key), error) from None
-    tree.checksums = Checksums.joined([tree.checksums, *checksums])
     mismatched = contents.mismatched_rows()
     if len(mismatched):
         _refuse(contents, directory, mismatched)
-    located, resized = contents.located()
-    uneven = [tensor for tensor in declared if tensor.key in resized]
-    if uneven:
-        _correct_uneven(directory, uneven, located, tree)
-    return list(located.values())
+    return _Located(declared, *contents.located(), checksums)
 
 
 _SMALL_VALUE = 1 << 14  # bytes of a pickled value that is compared with those already read

@@ -25,7 +25,7 @@ from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
-from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, read_values
+from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, locate_some, read_values
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Locate, Tree, build_tensors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
@@ -39,10 +39,10 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     """Read the checkpoint in the directory ``path``.
 
     With ``Locate.NOTHING`` only the tensor items of param groups are opened: all other chunks have offset -1, and if
-    there are more than ``_MAX_VALUES`` pickled values, those outside ``_GROUPS`` are ``UNREAD``. With the items of some
-    tensors these are opened too, and all values are read. Raises SourceIncompleteError (no metadata, files or items
-    missing: lists all), SourceCorruptError (contradictions), SourceUnsafeError (unknown globals),
-    SourceUnsupportedError (compressed items).
+    there are more than ``_MAX_VALUES`` pickled values, those outside ``_GROUPS`` are ``UNREAD``. With some tensors all
+    are located if the items of these have other sizes than the metadata declares. Raises SourceIncompleteError (no
+    metadata, files or items missing: lists all), SourceCorruptError (contradictions), SourceUnsafeError (unknown
+    globals), SourceUnsupportedError (compressed items).
     """
     directory = open_directory(path, sources)
     tree = Tree(
@@ -53,13 +53,13 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
     metadata, blocks = read_blockwise(directory, sources, tree)
     ordinary = replace(directory, metadata=metadata)
-    if locate.all:
+    chosen = None if locate.all else locate_some(_only_items(ordinary, locate.items), sources, tree)
+    if chosen is None:
         chunked = locate_chunks(ordinary, sources, tree)
     else:
-        chosen = locate_chunks(_only_items(ordinary, locate.items), sources, tree)
         located = {tensor.key: tensor for tensor in chosen}
         chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(ordinary)]
-    values = read_values(directory, sources, tree) if not locate.nothing else _few_values(directory, sources, tree)
+    values = read_values(directory, sources, tree) if locate.values else _few_values(directory, sources, tree)
     shapes = directory.metadata.unflattened
     if shapes:
         chunked = [_in_shape(each, shapes[each.key], file=path) if each.key in shapes else each for each in chunked]
