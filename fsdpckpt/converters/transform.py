@@ -29,6 +29,7 @@ from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.names import leads
 from fsdpckpt.readers.side_files import with_copied
 from fsdpckpt.storage.sources import Sources
 
@@ -123,7 +124,7 @@ def begin(opened: Checkpoint, decision: Decision, sources: Sources, *, place: st
     """
     knowledge = Knowledge(units_request(decision.options), sources)
     noted = opened.noted(*decision.notes)
-    return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, place=place)
+    return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, leads=leads(opened), place=place)
 
 
 def transform(opened: Checkpoint, decision: Decision, sources: Sources, *, place: str = "") -> Draft:

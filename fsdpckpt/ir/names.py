@@ -211,6 +211,25 @@ def _common(words: Sequence[str], others: Sequence[str]) -> int:
     return count
 
 
+def leads(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What sections of ``checkpoint``, the named ones too, have before the names of parameters: wrappers, and the
+    ``module.`` that all names of a section have, and that another section lacks.
+    """
+    contents = [checkpoint.model, checkpoint.optim, *(named.content for named in checkpoint.named)]
+    listed = [list(each.params) if isinstance(each, ModelState) else _names(each) for each in contents]
+    plain = [set(map(clean, keys)) for keys in listed]
+    found: dict[str, None] = {}
+    for keys in listed:
+        names = without_module(map(clean, keys), ())
+        if all(names_of.isdisjoint(names) for names_of in plain):
+            names = tuple(map(clean, keys))  # a module of this name
+        for key, name in zip(keys, names, strict=True):
+            if key.endswith(name) and key != name:
+                lead = key.removesuffix(name)
+                found.update({lead: None, clean(lead): None})
+    return tuple(lead for lead in found if lead)
+
+
 @dataclass(frozen=True, slots=True)
 class RowNames:
     """The name of each parameter's row, by the names that the model and the optimizer give it. ``live``: as the
@@ -233,28 +252,37 @@ class RowNames:
             in_optim = dict(zip(live, without_adapter(live.values(), in_model.values()), strict=True))
         return cls(in_model, in_optim, live)
 
-    def spellings(self, like: Iterable[str] = ()) -> list[list[str]]:
+    def spellings(self, leads: Iterable[str] = ()) -> list[list[str]]:
         """Of each parameter that may be spelled in several ways, its keys, then all others, which need be no keys: with
-        the wrappers, or the ``module.``, that any key has before the name of its row, or any of ``like`` begins with.
+        the wrappers, or the ``module.``, that any key has before the name of its row, or with one of ``leads``.
         """
         keys = [*self.model.items(), *self.optim.items()]
         rows = dict.fromkeys(row for _, row in keys)
-        leads = {key.removesuffix(row): None for key, row in keys if key.endswith(row)}
-        leads.update({_leading_wrappers(name): None for name in like})
+        before = dict.fromkeys(("", *(key.removesuffix(row) for key, row in keys if key.endswith(row)), *leads))
         in_module = bool(rows) and all(map(_in_module, rows))
-        if not in_module and leads.keys() <= {""} and all(key == row for key, row in keys):
+        if not in_module and before.keys() <= {""} and all(key == row for key, row in keys):
             return []
         of_row: dict[str, dict[str, None]] = {row: {} for row in rows}
         for key, row in keys:
             of_row[row][key] = None
+        taken = {*rows, *(key for key, _ in keys)}
         for row, spelled in of_row.items():
-            spelled.update({lead + row: None for lead in ("", *leads)})
+            others = [lead + row for lead in before]
             if in_module:
-                spelled[row.removeprefix(DISTRIBUTED)] = None
+                others += [lead + row.removeprefix(DISTRIBUTED) for lead in before]
+            spelled.update({other: None for other in others if other == row or other not in taken})
         return [list(spelled) for spelled in of_row.values()]
 
+    def are_spellings(self, key: str, other: str) -> bool:
+        """Whether these keys are one parameter, which the model spells in one way and the optimizer in the other."""
+        pairs = ((key, other), (other, key))
+        return any(
+            model in self.model and optim in self.optim and self.model[model] == self.optim[optim]
+            for model, optim in pairs
+        )
 
-def _leading_wrappers(name: str) -> str:
+
+def leading_wrappers(name: str) -> str:
     """The wrappers that ``name`` begins with, each with its dot."""
     words = list(takewhile(WRAPPERS.__contains__, name.split(".")))
     return "".join(f"{word}." for word in words)

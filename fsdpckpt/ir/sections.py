@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection
-from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.names import clean, without_module
 from fsdpckpt.ir.optimizer import Optimizer, stored_entry
 from fsdpckpt.ir.values import Key, Value, like
 
@@ -89,13 +89,18 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
         (path, content) for path, content in zip(models, contents, strict=True) if isinstance(content, ModelState)
     ]
     if isinstance(optimizer.content, Optimizer) and optimizer.content.key_type == "name":
-        keys = {clean(str(key)) for key in optimizer.content.keys}
-        with_names = [each for each in candidates if keys <= {clean(name) for name in each[1].params}]
+        keys = [clean(str(key)) for key in optimizer.content.keys]
+        with_names = [each for each in candidates if _are_names_of(keys, list(map(clean, each[1].params)))]
         candidates = with_names or candidates
     if len(candidates) > 1:
         near = [each for each in candidates if _alike(each[0], optimizer.path)]
         candidates = near if len(near) == 1 else [each for each in candidates if not each[0]]
     return candidates[0][1] if candidates else None
+
+
+def _are_names_of(keys: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether ``keys`` are among ``names``. One of both may be from before DistributedDataParallel."""
+    return set(without_module(keys, names)) <= set(without_module(names, keys))
 
 
 def _alike(model: Iterable[Key], optimizer: Iterable[Key]) -> bool:

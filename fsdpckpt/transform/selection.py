@@ -1,21 +1,18 @@
-"""Selects sections and keys (``--only``, ``--include``), and renames keys (``--rename``)."""
+"""Selects sections and keys: ``--only``, ``--include``, ``--exclude``."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
-from itertools import chain
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceMissingError, UsageError, to_copy
-from fsdpckpt.flags import Flag, Wording
+from fsdpckpt.flags import Flag
 from fsdpckpt.globs import matches, printed
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, NamedTensor, Note, Section
-from fsdpckpt.ir.names import WRAPPERS, RowNames, respelled
 from fsdpckpt.ir.parameters import RowNumber
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.table import Table, names_of
@@ -218,7 +215,7 @@ def keep_keys(
     stay = [(rows[old].name, rows[new].name) for old, new in became.items()]
     stay += [(old, new) for old, new in kept.items() if old != new]
     tied = [Note("tied", f"{old} is left out; the parameter stays as {new}, with its states", old) for old, new in stay]
-    selected = _with_names(checkpoint, kept, Note("dropped", message, keys=tuple(dropped)), table.moved(became))
+    selected = with_names(checkpoint, kept, Note("dropped", message, keys=tuple(dropped)), table.moved(became))
     return selected.noted(*tied)
 
 
@@ -237,46 +234,6 @@ def is_selected(names: Sequence[str], *, include: Sequence[str], exclude: Sequen
         return any(matches(name, glob) for glob in globs for name in names)
 
     return (not include or is_one_of(include)) and not is_one_of(exclude)
-
-
-def rename_keys(
-    checkpoint: Checkpoint, *, strip_prefix: str | None, add_prefix: str | None, pairs: Sequence[tuple[str, str]]
-) -> tuple[Checkpoint, list[NoKeyMatchesError]]:
-    """Rename parameters: strip a prefix, then apply OLD=NEW pairs (a whole key, or a dotted prefix), then add a prefix.
-
-    A parameter has one name, however the model and the optimizer spell it (wrappers, ``module.``): a rule may have any
-    of these spellings, or the name without wrappers, and all of them change. Also returns an error for each rule that
-    applies to nothing. Raises UsageError if two keys would get the same name.
-    """
-    if strip_prefix is None and add_prefix is None and not pairs:
-        return checkpoint, []
-    rules: list[tuple[Wording, str, Callable[[str], str | None]]] = []
-    if strip_prefix is not None:
-        rules.append((flags.strip_prefix(strip_prefix), strip_prefix, partial(_stripped, prefix=strip_prefix)))
-    for old, new in pairs:
-        rules.append((flags.rename(f"{old}={new}"), old, partial(_renamed, old=old, new=new)))
-    keys = parameter_names(checkpoint)
-    spellings = RowNames.of(checkpoint).spellings(old for _, old, _ in rules)
-    names = {name: name for name in (*keys, *chain(*spellings))}
-    unmatched: list[NoKeyMatchesError] = []
-    for option, old, change in rules:
-        changed = {source: result for source, name in names.items() if (result := change(name)) is not None}
-        if not changed:
-            present = [names[key] for key in keys]
-            error = unmatched_error(f"{option} applies to", old, checkpoint.source, present, glob=False)
-            error.of_selected = True
-            unmatched.append(error)
-        for spelled in spellings:
-            _follow(spelled, names, changed)
-        names.update(changed)
-    names = {key: names[key] for key in keys}
-    if add_prefix is not None:
-        names = {source: _prefixed(name, add_prefix) for source, name in names.items()}
-    _refuse_collisions(names)
-    listed = [f"{source} -> {name}" for source, name in names.items() if source != name]
-    examples = f": {some_of(listed, KEYS_IN_MESSAGE)}" if listed else ""
-    note = Note("renamed", f"{len(listed):,} of {plural(len(names), 'key')} renamed{examples}", keys=tuple(listed))
-    return _with_names(checkpoint, names, note), unmatched
 
 
 def require_globs(option: Flag, globs: Iterable[str], names_of_each: Sequence[Sequence[str]], source: str) -> None:
@@ -338,57 +295,6 @@ def parameter_names(checkpoint: Checkpoint) -> list[str]:
     return names_of(checkpoint)
 
 
-def new_name(name: str, *, strip_prefix: str | None, add_prefix: str | None, pairs: Sequence[tuple[str, str]]) -> str:
-    """The name that ``rename`` with these arguments gives ``name``."""
-    if strip_prefix is not None:
-        name = name.removeprefix(strip_prefix)
-    for old, new in pairs:
-        changed = _renamed(name, old, new)
-        name = name if changed is None else changed
-    return name if add_prefix is None else _prefixed(name, add_prefix)
-
-
-def _prefixed(name: str, prefix: str) -> str:
-    once = prefix.removesuffix(".") in WRAPPERS  # a module is compiled once
-    return name if once and name.startswith(prefix) else prefix + name
-
-
-def _stripped(name: str, prefix: str) -> str | None:
-    return name[len(prefix) :] if name.startswith(prefix) else None
-
-
-def _renamed(name: str, old: str, new: str) -> str | None:
-    if name == old:
-        return new
-    dotted = old if old.endswith(".") else old + "."
-    if name.startswith(dotted):
-        rest = name[len(dotted) :]
-        return f"{new.rstrip('.')}.{rest}" if new else rest
-    return None
-
-
-def _follow(spelled: Sequence[str], names: Mapping[str, str], changed: dict[str, str]) -> None:
-    """Change those of ``spelled``, the spellings of one parameter, that a rule did not apply to, like one that it
-    ``changed``. ``names``: before this rule.
-    """
-    leading = next((source for source in spelled if source in changed), None)
-    if leading is None:
-        return
-    for source in spelled:
-        if source not in changed:
-            changed[source] = respelled(names[source], names[leading], changed[leading])
-
-
-def _refuse_collisions(names: Mapping[str, str]) -> None:
-    seen: dict[str, str] = {}
-    for source, name in names.items():
-        if not name or seen.setdefault(name, source) != source:
-            message = f"{source} would have no name"
-            if name:
-                message = f"{seen[name]} and {source} would both be named {name!r}"
-            raise UsageError(message, key=source, next_step=f"give other {flags.rename} or prefix options")
-
-
 def _other_names(table: Table, dropped: Collection[RowNumber]) -> dict[RowNumber, RowNumber]:
     """For each of the ``dropped`` rows that an optimizer has, the row of another name of its parameter that stays."""
     trained = set(table.rows)
@@ -400,7 +306,7 @@ def _other_names(table: Table, dropped: Collection[RowNumber]) -> dict[RowNumber
     return became
 
 
-def _with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note, table: Table | None = None) -> Checkpoint:
+def with_names(checkpoint: Checkpoint, names: Mapping[str, str], note: Note, table: Table | None = None) -> Checkpoint:
     """Keep the parameters of ``names`` (old to new) under their new names, in the model and in the optimizer.
 
     ``table``: of ``checkpoint``.

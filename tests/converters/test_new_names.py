@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, UsageError
 
 
 class Model(nn.Module):
@@ -227,3 +227,80 @@ def test_named_parameters_from_before_or_after_distributed_data_parallel(
         assert sorted(state) == sorted(f"{in_model}{key}".replace("body", "trunk") for key in expected)
         for key, leaf in expected.items():
             assert torch.equal(state[f"{in_model}{key}".replace("body", "trunk")]["exp_avg"], leaf)
+
+
+SPELLED: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
+    "a rule with module.": ({"rename": {"module.body": "module.trunk"}}, {"body": "trunk"}),
+    "a rule without": ({"rename": {"body": "trunk"}}, {"body": "trunk"}),
+    "one parameter": ({"rename": {"module.last.weight": "module.tail"}}, {"last.weight": "tail"}),
+    "a prefix": ({"add_prefix": "net."}, {"": "net."}),
+    "include with module.": ({"include": ["module.body.*"]}, {"head": None, "last": None, "rope": None}),
+    "exclude with module.": ({"exclude": ["module.body.*"]}, {"body": None}),
+}
+
+
+@pytest.mark.parametrize("how", SPELLED)
+@pytest.mark.parametrize("kept_in", ["two optimizers", "two numbered optimizers", "one model"])
+def test_a_rule_as_one_section_spells_names_is_in_force_in_all(tmp_path: Path, kept_in: str, how: str) -> None:
+    """The models have plain names, and the optimizers those of DistributedDataParallel."""
+    options, wanted = SPELLED[how]
+    names = ("model",) if kept_in == "one model" else ("actor", "critic")
+    saved: dict[str, Any] = {}
+    for seed, name in enumerate(names):
+        model = Model(seed)
+        named = [(f"module.{key}", param) for key, param in model.named_parameters()]
+        optimizer = trained(model, [param for _, param in named])
+        saved[name] = model.state_dict()
+        key = f"optim{seed}" if "numbered" in kept_in else f"{name}_optimizer"
+        saved["optimizer" if len(names) == 1 else key] = by_name(optimizer, named)
+    torch.save(saved, tmp_path / "a.pt")
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", **options)
+    written = load(tmp_path / "b.pt")
+    assert written.keys() == saved.keys()
+    for section, content in saved.items():
+        before, now = content.get("state", content), written[section].get("state", written[section])
+        lead = "module." if "state" in content else ""
+        expected = {}
+        for name in before:
+            new = renamed(name.removeprefix(lead), wanted)
+            if new is not None:
+                expected[lead + new] = before[name]
+        assert sorted(now) == sorted(expected)
+        for name, value in expected.items():
+            leaf, found = (value["exp_avg"], now[name]["exp_avg"]) if lead else (value, now[name])
+            assert torch.equal(leaf, found)
+
+
+def by_name(optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+    """The state dict of ``optimizer``, keyed by name."""
+    held = optimizer.state_dict()
+    names = [name for name, _ in named]
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in held["param_groups"]]
+    return {"state": {names[number]: states for number, states in held["state"].items()}, "param_groups": groups}
+
+
+def renamed(name: str, changes: dict[str, str | None]) -> str | None:
+    for old, new in changes.items():
+        if name.startswith(old):
+            return None if new is None else new + name.removeprefix(old)
+    return name
+
+
+def test_the_module_that_only_the_optimizer_names_can_be_stripped(tmp_path: Path) -> None:
+    model = Model()
+    named = [(f"module.{key}", param) for key, param in model.named_parameters()]
+    saved = {"model": model.state_dict(), "optimizer": by_name(trained(model, [param for _, param in named]), named)}
+    torch.save(saved, tmp_path / "a.pt")
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="module.")
+    written = load(tmp_path / "b.pt")
+    assert list(written["model"]) == list(saved["model"])
+    assert list(written["optimizer"]["state"]) == [name for name, _ in model.named_parameters()]
+    with pytest.raises(UsageError, match="would both be named"):
+        fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "c.pt", rename={"module.last": "head"})
+
+
+def test_a_module_called_module_is_not_the_wrapper(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"module": nn.Linear(3, 3), "weight": nn.Linear(3, 2)})
+    torch.save({"actor": model.state_dict(), "critic": model.state_dict()}, tmp_path / "a.pt")
+    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", rename={"module": "body"})
+    assert list(load(tmp_path / "b.pt")["actor"]) == ["body.weight", "body.bias", "weight.weight", "weight.bias"]

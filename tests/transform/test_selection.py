@@ -14,13 +14,13 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.transform.renaming import Renaming
 from fsdpckpt.transform.selection import (
     choose_section,
     copy_aliased_tensors,
     find_unmatched_globs,
     keep_keys,
     parameter_names,
-    rename_keys,
     select_section,
 )
 from fsdpckpt.transform.sharded import ShardingHints, decide_sharded, mark_sharded, note_undetermined
@@ -38,7 +38,7 @@ def select_keys(held: Checkpoint, *, include: list[str], exclude: list[str]) -> 
 def rename(
     held: Checkpoint, *, strip_prefix: str | None, add_prefix: str | None, pairs: list[tuple[str, str]]
 ) -> Checkpoint:
-    renamed, unmatched = rename_keys(held, strip_prefix=strip_prefix, add_prefix=add_prefix, pairs=pairs)
+    renamed, unmatched = Renaming(strip_prefix, pairs, add_prefix).applied_to(held)
     for error in unmatched:
         raise error
     return renamed

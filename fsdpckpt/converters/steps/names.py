@@ -11,8 +11,7 @@ from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.names import leading_wrapper, normalise
 from fsdpckpt.ir.table import Table
-from fsdpckpt.options import ConvertOptions
-from fsdpckpt.transform.selection import NoKeyMatchesError, rename_keys
+from fsdpckpt.transform.renaming import Renaming
 
 
 def remove_prefixes(draft: Draft, _: Decision) -> Draft:
@@ -56,7 +55,7 @@ def restore_prefixes(draft: Draft, decision: Decision) -> Draft:
 
 def rename(draft: Draft, decision: Decision) -> Draft:
     """Apply ``--rename`` and the prefix options. It comes late: sections are matched by the names of the source."""
-    checkpoint, unmatched = _renamed(draft.checkpoint, decision.options)
+    checkpoint, unmatched = renaming(draft, decision).applied_to(draft.checkpoint)
     return replace(draft.with_unmatched(unmatched), checkpoint=checkpoint, renamed=True)
 
 
@@ -65,10 +64,11 @@ def with_written_names(draft: Draft, decision: Decision, checkpoint: Checkpoint)
     if draft.renamed:
         return checkpoint
     keeps = not decision.options.clean_names
-    return _renamed(draft.source_names.put_back_wrappers(checkpoint) if keeps else checkpoint, decision.options)[0]
+    named = draft.source_names.put_back_wrappers(checkpoint) if keeps else checkpoint
+    return renaming(draft, decision).applied_to(named)[0]
 
 
-def _renamed(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, list[NoKeyMatchesError]]:
-    return rename_keys(
-        checkpoint, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename
-    )
+def renaming(draft: Draft, decision: Decision) -> Renaming:
+    """What the options do to names."""
+    options = decision.options
+    return Renaming(options.strip_prefix, options.rename, options.add_prefix, draft.leads)

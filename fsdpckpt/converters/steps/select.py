@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.steps.names import renaming
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.names import without_module
-from fsdpckpt.options import ConvertOptions
 from fsdpckpt.transform.selection import (
     NoKeyMatchesError,
     find_unmatched_globs,
     is_selected,
     keep_keys,
-    new_name,
     parameter_names,
 )
 
@@ -30,7 +28,7 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
     """
     options, checkpoint = decision.options, draft.checkpoint
     if not options.include and not options.exclude:
-        return _with_changes(draft, checkpoint, options) if decision.layout is Layout.FLATTENED else draft
+        return _with_changes(draft, checkpoint, decision) if decision.layout is Layout.FLATTENED else draft
     names_of_each = _names_in_globs(draft)
     if draft.one_of_several and not names_of_each:
         return draft
@@ -45,7 +43,7 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
         if draft.one_of_several:
             return replace(draft, left_out=True)
         raise
-    changed = _with_changes(draft, selected, options)
+    changed = _with_changes(draft, selected, decision)
     return changed if changed.changes is None else _with_units(changed, changed.changes.selection())
 
 
@@ -61,20 +59,23 @@ def _shared_in_units(draft: Draft) -> tuple[tuple[str, str], ...]:
 
 def _names_in_globs(draft: Draft) -> dict[str, tuple[str, ...]]:
     """Each parameter with all names that a glob may match: plain, as in the source, without the ``module.`` that all
-    have, and below its section.
+    have, as another section spells it, and below its section.
     """
     found: dict[str, tuple[str, ...]] = {}
     listed = parameter_names(draft.checkpoint)
+    present = set(listed)
     for name, bare in zip(listed, without_module(listed, ()), strict=True):
-        names = (name, draft.source_names.of_model(name), draft.source_names.of_optimizer(name), bare)
+        own = (name, draft.source_names.of_model(name), draft.source_names.of_optimizer(name), bare)
+        elsewhere = (lead + bare for lead in draft.leads if lead + bare not in present)
+        names = tuple(dict.fromkeys((*own, *elsewhere)))
         below = tuple(f"{draft.place}.{each}" for each in names) if draft.place else ()
         found[name] = (*names, *below)
     return found
 
 
-def _with_changes(draft: Draft, selected: Checkpoint, options: ConvertOptions) -> Draft:
+def _with_changes(draft: Draft, selected: Checkpoint, decision: Decision) -> Draft:
     """``draft`` with ``selected``, what is left of it, and what that and the renaming do to any name."""
-    names = parameter_names(draft.checkpoint)
+    options, names = decision.options, parameter_names(draft.checkpoint)
     present, kept = set(names), set(parameter_names(selected))
 
     def keeps(name: str) -> bool:
@@ -82,8 +83,8 @@ def _with_changes(draft: Draft, selected: Checkpoint, options: ConvertOptions) -
             return name in kept
         return is_selected((name,), include=options.include, exclude=options.exclude)
 
-    new = partial(new_name, strip_prefix=options.strip_prefix, add_prefix=options.add_prefix, pairs=options.rename)
-    return replace(draft, checkpoint=selected, changes=NameChanges(keeps, new, tuple(names)))
+    new_name = renaming(draft, decision).new_name
+    return replace(draft, checkpoint=selected, changes=NameChanges(keeps, new_name, tuple(names)))
 
 
 def _with_units(draft: Draft, selection: NameChanges) -> Draft:

@@ -13,7 +13,7 @@ from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import RankOrder, Units, flaws
-from fsdpckpt.transform.selection import new_name
+from fsdpckpt.transform.renaming import Renaming
 
 FLOAT = DTYPES["float32"]
 MODULES = ("", "a", "a.0", "a.1", "b", "b.c")
@@ -25,8 +25,7 @@ def everything(_: str) -> bool:
 
 
 def rule(**how: object) -> NameChanges:
-    settings = {"strip_prefix": None, "add_prefix": None, "pairs": (), **how}
-    return NameChanges(everything, lambda name: new_name(name, **settings))  # type: ignore[arg-type]
+    return NameChanges(everything, Renaming(**how).new_name)  # type: ignore[arg-type]
 
 
 def made(names: list[str], prefixes: set[str], groups: list[list[str]] | None, *, orig: bool) -> Units:
