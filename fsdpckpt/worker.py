@@ -59,7 +59,7 @@ def _convert(source: str, target: str, options: ConvertOptions, launch: LaunchOp
         if launch.launcher is Launcher.LOCAL:
             refuse_unused(launch, Scope.LAUNCH, f"{flags.launcher('local')} is one process")
         if launch.nproc_per_node is None and launch.nnodes == 1:
-            what = f"{flags.launcher('torchrun')} starts workers, and nothing says how many"
+            what = f"{flags.launcher('torchrun')} starts workers, and their number is missing"
             raise UsageError(what, next_step=f"add {flags.nproc_per_node('N')}")
         return _launched(source, target, options, launch, progress)
     refuse_unused(launch, Scope.WORKERS, "there are no workers", f"add {flags.nproc_per_node('N')}")

@@ -47,7 +47,7 @@ class MapNumbers(Mapping[str, int]):
         if number is None:
             fields = " or ".join(size.text for size in self._map.values[name].fields)
             raise NeedsInformationError(
-                f"nothing says what {name} is, which {self._map.name} needs",
+                f"{self._map.name} needs {name}, which is unknown",
                 why=f"no {CONFIG} beside {self._source} has {fields}" if fields else None,
                 next_step=f"add {flags.map_value(f'{name}=N')}, or {flags.reference('DIR')} of a directory with the "
                 f"model's {CONFIG}",

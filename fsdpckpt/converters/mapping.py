@@ -114,8 +114,8 @@ def refuse_ids(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     if checkpoint.optim is not None and checkpoint.optim.keys:
         source = shlex.quote(checkpoint.source)
         raise NeedsInformationError(
-            f"{flags.map_(options.map)} makes other parameters, and nothing says in which order the optimizer of the "
-            "new model lists them",
+            f"{flags.map_(options.map)} makes other parameters, and the order in which the optimizer of the new "
+            "model lists them is unknown",
             why=f"the optimizer of {source} is keyed by id, and an id is a position in that list",
             next_step=f"{flags.key_type('name')}; a second conversion with {flags.key_type('id')} and "
             f"{flags.parameters('FILE')} makes ids of the names",

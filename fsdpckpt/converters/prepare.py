@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fsdpckpt import flags
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
-from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest
+from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, how_to_load
 from fsdpckpt.converters.steps.draft import Draft, TransformedCheckpoint
 from fsdpckpt.converters.target.decide import decide, of_one_section
 from fsdpckpt.converters.target.decision import Decision
@@ -232,4 +232,4 @@ def _loads(spec: Decision, checkpoint: Checkpoint, target: str) -> str:
     """How a user of the target's framework loads it; "" for a plain target, and for a model without its optimizer."""
     whole = checkpoint.has(Section.MODEL) and not checkpoint.lacking
     resumes = whole and spec.form is not None and (spec.form.optim is None or checkpoint.has(Section.OPTIM))
-    return spec.flavor.loads.format(target=target) if spec.flavor is not None and resumes else ""
+    return how_to_load(spec.flavor, target) if spec.flavor is not None and resumes else ""

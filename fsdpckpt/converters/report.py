@@ -9,7 +9,7 @@ import posixpath
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
@@ -22,14 +22,18 @@ from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.notebook import table
 from fsdpckpt.options import LinkMode
+from fsdpckpt.producers import Flavor
+from fsdpckpt.producers.table import flavor_named
 from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import WritableFile, target_errors
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import Contents
 from fsdpckpt.text import plural, size_text
 from fsdpckpt.version import __version__
 
+_LOCAL_COPY = "COPY"
 _DERIVED = ("disk_needed", "disk_suffices", "warnings")
 
 
@@ -107,6 +111,12 @@ class Report:
         rows = list(dict.fromkeys([*loads, *rows]))
         return table(repr(self)[1:-1], ("", ""), rows, len(rows))
 
+    def uploaded_to(self, url: str) -> Report:
+        """The report of what was converted elsewhere and is now at ``url``."""
+        flavor = flavor_named(self.flavor)
+        loads = how_to_load(flavor, url) if flavor is not None and self.loads else ""
+        return replace(self, target=url, loads=loads)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """The messages of the notes that are warnings, each once."""
@@ -136,6 +146,13 @@ class Report:
         for name in ("files", "replaced"):
             fields[name] = tuple(PlannedFile(**file) for file in fields[name])
         return cls(**{**fields, "evidence": tuple(fields["evidence"])})
+
+
+def how_to_load(flavor: Flavor, target: str) -> str:
+    """How a user of ``flavor`` loads a checkpoint at ``target``. The frameworks' loaders read local paths only."""
+    if not flavor.loads or not is_url(target):
+        return flavor.loads.format(target=target)
+    return f"{flavor.loads.format(target=_LOCAL_COPY)}, where {_LOCAL_COPY} is a copy of {target} on disk"
 
 
 def replaced_files(replaces: Contents) -> tuple[PlannedFile, ...]:

@@ -26,7 +26,7 @@ from fsdpckpt.ir.values import Value
 NO_BUFFERS = ("none",)
 """What ``--buffers`` says when every model key that may be a parameter is one."""
 
-UNKNOWN_COPIES = "nothing says whether they are a buffer's, or parts, or each rank's own"
+UNKNOWN_COPIES = "they may be copies of a buffer, parts, or each rank's own"
 
 _COUNTER = "num_batches_tracked"
 _STATISTICS = frozenset({_COUNTER, "running_mean", "running_var"})
@@ -98,7 +98,7 @@ def undecided_copies(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> Itera
     for key, (leaf, cut) in per_rank.items():
         if key in buffers or cut.buffer:
             continue
-        held = f"each rank holds {list(leaf.shape)}, and nothing says whether that is all of it"
+        held = f"each rank holds {list(leaf.shape)}, which may be all of it or a part"
         if cut.differing is not None:
             held = copies_differ(*cut.differing, UNKNOWN_COPIES)
         rank = None if cut.differing is None else cut.differing[1]

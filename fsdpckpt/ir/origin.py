@@ -113,8 +113,8 @@ class Origin:
         ]
         if self.untied_masters:
             message = (
-                f"{self.untied_masters} holds the optimizer's float32 weights, and nothing says whose they are: they "
-                "stay an extra, and the model has the copies that it computed with"
+                f"{self.untied_masters} holds the optimizer's float32 weights, without the names of their parameters: "
+                "they stay an extra, and the model has the copies that it computed with"
             )
             notes.append(Note("master-weights", message, self.untied_masters))
         return tuple(notes)

@@ -89,7 +89,7 @@ class Work:
         }
         if len(shapes) != 1:
             raise NeedsInformationError(
-                f"nothing says which shape {name} has: the model section is not there, and its states "
+                f"the shape of {name} is unknown: the model section is missing, and its states "
                 f"{'have several' if shapes else 'show none'}",
                 key=name,
                 file=self.checkpoint.source,

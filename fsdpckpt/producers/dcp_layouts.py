@@ -117,7 +117,12 @@ _AUTOMODEL_SAFETENSORS = Form(
     key_type="name",
     flattened=True,
 )
-_SCHEDULE_OF_ITS_OWN = (("sched", "stops: its scheduler has a state of its own"),)
+_SCHEDULE_OF_ITS_OWN = (
+    (
+        "sched",
+        "stops, unless lr_scheduler is removed from its recipe: no other framework's schedule fits its own",
+    ),
+)
 
 AUTOMODEL = Flavor(
     name="automodel",
@@ -142,7 +147,7 @@ AUTOMODEL = Flavor(
     model_files="model/.hf_metadata/",
     training_files=(r"^step_scheduler\.pt$", r"^(rng|dataloader)(/|$)"),
     needed=(
-        ("step_scheduler.pt", "stops"),
+        ("step_scheduler.pt", "stops (copy the file from a run with the same recipe, and set step and epoch in it)"),
         ("rng", "stops: each rank opens rng/rng_global_rank_N.pt"),
         ("dataloader", "stops: each data-parallel rank opens dataloader/dataloader_dp_rank_N.pt"),
     ),
@@ -249,7 +254,12 @@ LLAMAFACTORY = Flavor(
     schedules=(("scheduler",),),
     schedule_file="scheduler.pt",
     training_files=(r"^(scheduler\.pt|metadata\.json)$", r"^(dataloader|rng_state)(/|$)"),
-    needed=(("metadata.json", "stops: it has the step and the epoch"),),
+    needed=(
+        (
+            "metadata.json",
+            "stops (copy the file from a run with the same arguments, and set the step and the epoch in it)",
+        ),
+    ),
     loads="resume_from_checkpoint: {target}",
 )
 
@@ -273,7 +283,7 @@ TORCHTUNE = Flavor(
             key_type="id",
         ),
     ),
-    wanted_extras=(("epochs_run", "counts epochs and steps from 0"),),
+    wanted_extras=(("epochs_run", "counts epochs and steps from 0: set epochs to those that are left"),),
     loads="resume_from_checkpoint=True enable_async_checkpointing=True, with {target} as the last epoch_N there",
 )
 

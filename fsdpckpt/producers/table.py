@@ -216,7 +216,7 @@ LIGHTNING = Flavor(
     loads='trainer.fit(model, ckpt_path="{target}")',
     tested="lightning 2.6",
     training_keys=("lr_schedulers",),  # absent with save_weights_only
-    wanted_extras=(("loops", "counts epochs and steps from 0"),),
+    wanted_extras=(("loops", "counts epochs and steps from 0: set max_epochs or max_steps to what is left"),),
 )
 
 LIGHTNING_MODEL_PARALLEL = replace(  # ModelParallelStrategy: FSDP2

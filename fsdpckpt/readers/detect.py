@@ -271,7 +271,7 @@ class _Opening:
         if part.ranks_inferred and not read.auxiliary and read.whole():
             raise NeedsInformationError(
                 f"{part.label}: each of these files holds whole tensors",
-                why="they may be different checkpoints, or the parts of tensor-parallel ranks: nothing shows which",
+                why="they may be different checkpoints, or the parts of tensor-parallel ranks",
                 next_step="if each is a checkpoint of its own, name one of them; parts have to be merged with the "
                 "script of the trainer that wrote them",
                 file=part.label,

@@ -115,8 +115,8 @@ def _in_another_order(
             return tied
     message = (
         f"{dotted(path)} contradicts the model: the {_MASTER_DTYPE} weight in the place of {different} does not round "
-        "to the model's copy of it. The optimizer may list its parameters in another order than the model, and nothing "
-        f"says which; {flags.only('model')} takes the copies that the model computed with"
+        "to the model's copy of it. The optimizer may list its parameters in an order other than the model's; "
+        f"{flags.only('model')} takes the copies that the model computed with"
     )
     problem = Problem("parameter-order", message, key=different, section=Section.OPTIM)
     return checkpoint.with_problems(problem)
@@ -143,7 +143,7 @@ def _tied_by_value(
     ids = [key for group in keys for key in group]
     message = (
         f"{plural(len(ids), 'optimizer id')} became names by the values of {dotted(path)}, each of which rounds to one "
-        "parameter's copy: the order of the model does not say it"
+        "parameter's copy: the order of the model does not fit"
     )
     checkpoint = replace(checkpoint, optim=optim.renamed(dict(zip(ids, names, strict=True)))).noted(
         Note("master-weights", message, dotted(path))

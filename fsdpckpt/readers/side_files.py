@@ -264,7 +264,7 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     if not absent and MANIFEST not in names and _has_optimizer(flavor, names, checkpoint.world_size):
         return [
             Problem("missing-file", message, fatal=False, file=place, section=Section.OPTIM)
-            for message in missing_file_warnings(place, flavor, names)
+            for message in missing_file_warnings(f"{place} has ", flavor, names)
         ]
     if len(absent) != 1 or not beside:
         return []
@@ -282,10 +282,8 @@ def _has_optimizer(flavor: Flavor, names: Sequence[str], ranks: int) -> bool:
 
 
 def missing_file_warnings(where: str, flavor: Flavor, names: Collection[str]) -> list[str]:
-    """What the framework does if a file that it needs is not among ``names``."""
-    return [
-        f"{where} has no {file}: without it {flavor.name} {what}" for file, what in flavor.needed if file not in names
-    ]
+    """What the framework does if a file that it needs is not among ``names``. ``where``: "the target has ", or ""."""
+    return [f"{where}no {file}: without it {flavor.name} {what}" for file, what in flavor.needed if file not in names]
 
 
 def _file_of(section: Section, flavor: Flavor, checkpoint: Checkpoint) -> str:

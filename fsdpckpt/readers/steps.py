@@ -47,7 +47,7 @@ def beside_steps(
         f"{path} holds a checkpoint of its own, and those of {names}",
         details=[*labels, *ordered],
         most_shown=MAX_CANDIDATES + 1,
-        why="the one beside them may be the last of these steps, an export, or of another run: nothing says which",
+        why="the one beside them may be the last of these steps, an export, or of another run",
         next_step=f"name the one to read, for example {shlex.quote(proposed(path, ordered, sources))}; or {other}",
         file=path,
         checkpoints=[own, *ordered],

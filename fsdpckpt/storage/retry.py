@@ -152,7 +152,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
 def target_error(error: BaseException, url: str, action: str, attempts: int) -> FsdpckptError:
     """The error for a failed request to a target: what could not be written, and why."""
     denied = _is_forbidden(error)
-    tries = f" {attempts} times" if attempts > 1 else ""
+    tries = f", gave up after {attempts} attempts" if attempts > 1 else ""
     why, next_step = "the store refused the request", None
     if denied:
         why = "the credentials are missing or expired, or do not allow it"

@@ -95,7 +95,7 @@ def find_resized(
         next_step = f"add {choices[0]}" + (", or another of those above" if len(choices) > 1 else "")
     if undetermined:
         return NeedsInformationError(
-            f"{source} is on the mesh {undetermined[0]}, and nothing says which of its dimensions changes for "
+            f"{source} is on the mesh {undetermined[0]}: cannot tell which of its dimensions changes for "
             f"{plural(world_size, 'rank')}",
             details=choices,
             why="FSDP's changes, and no dimension of this mesh cuts every tensor, as FSDP's does",

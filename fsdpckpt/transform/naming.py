@@ -197,7 +197,7 @@ def _by_place(ids: Ids, order: ParameterOrder) -> NewKeys | None:
     doubtful = [index for index, name in enumerate(names) if name in order.doubtful]
     answers = by_place(ids.numbers, len(names), doubtful, ids.may_be(names, order))
     if len(answers) > 1:
-        why = "the ids count over all parameters of the model, and nothing says which of these names are buffers"
+        why = "the ids count over all parameters of the model, and which of these names are buffers is not recorded"
         raise _ambiguous(ids, order, why, _differences(ids, names, answers))
     return ids.named(names[index] for index in answers[0]) if answers else None
 

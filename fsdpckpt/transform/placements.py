@@ -305,7 +305,7 @@ def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
     unplaced = [leaf.key for leaf in remaining if rest is None or max(cuts, default=0) >= leaf.tensor.ndim]
     if unplaced:
         raise NeedsInformationError(
-            f"nothing says how to place {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} on the mesh "
+            f"cannot tell how to place {plural(len(unplaced), 'sharded tensor')} of {checkpoint.source} on the mesh "
             f"{target}",
             details=unplaced[:_KEYS_IN_MESSAGE],
             key=unplaced[0],

@@ -86,7 +86,7 @@ def apply_key_type(
         return to_ids(checkpoint, first, orders[1:], rule=rule)
     if not orders:
         raise NeedsInformationError(
-            f"nothing in {checkpoint.source} says which parameter each optimizer id stands for",
+            f"nothing in {checkpoint.source} maps optimizer ids to parameters",
             why="no model in it is certainly that of the optimizer, and the param groups have no param_names",
             next_step=f"add {flags.reference('PATH')} (a checkpoint of this model), {flags.parameters('FILE')} (the "
             f"names of model.parameters(), one per line) or {flags.units('FILE')}",
@@ -386,9 +386,9 @@ def _grouped_names(optim: Optimizer, order: ParameterOrder | None, source: str) 
     if optim.groups is not None:
         return [[str(key) for key in keys] for keys in optim.in_groups()]
     if order is None or not order.authoritative:
-        says = f"nothing in {order.source} says" if order is not None else "nothing says"
+        place = order.source if order is not None else source
         raise NeedsInformationError(
-            f"the optimizer of {source} has no param_groups, so {says} which ids its states get",
+            f"the optimizer of {source} has no param_groups, and {place} does not give its states ids",
             why="ids count in the order of the groups, over parameters without state too",
             next_step=f"add {flags.parameters('FILE')} (the parameters of the optimizer, one per line) or "
             f"{flags.units('FILE')}",

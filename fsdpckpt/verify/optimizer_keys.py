@@ -51,7 +51,7 @@ def match_optimizers(a: Checkpoint, b: Checkpoint) -> Match:
     if by_place is not None:
         return by_place
     if groups_a is None or groups_b is None:
-        problem = "one of them has no param groups, so nothing says which id is which name"
+        problem = "one of them has no param groups, so ids cannot be matched with names"
     elif [len(group) for group in groups_a] != [len(group) for group in groups_b]:
         problem = f"their param groups have {_lengths(groups_a)} and {_lengths(groups_b)} parameters"
     else:

@@ -175,15 +175,15 @@ def _has_rank_files(form: Form) -> bool:
 
 def _missing_files(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str]) -> Iterator[str]:
     if form.directory and form.optim is not None:
-        yield from missing_file_warnings("it", flavor, names)
+        yield from missing_file_warnings("", flavor, names)
     saved_by, schedule = flavor_named(checkpoint.flavor), flavor.schedule_file
     if saved_by is not None and saved_by.schedule_file in names and schedule and schedule not in names:
-        yield f"its LR schedule is in {saved_by.schedule_file}, and {flavor.name} opens {schedule}"
+        yield f"the LR schedule is in {saved_by.schedule_file}, and {flavor.name} opens {schedule}"
     if form.weights and _CONFIGURATION not in names:
-        yield f"it has no {_CONFIGURATION}, which from_pretrained needs"
+        yield f"no {_CONFIGURATION}, which from_pretrained needs"
     for name, _ in form.small_files:
         if name not in names:
-            yield f"it has no {name}"
+            yield f"no {name}"
 
 
 def _missing_rank_files(flavor: Flavor, form: Form, names: Collection[str], ranks: int) -> Iterator[str]:
@@ -195,19 +195,23 @@ def _missing_rank_files(flavor: Flavor, form: Form, names: Collection[str], rank
 def _missing_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
     for key in (*(key for key, _ in form.defaults), *filter(None, [form.counter])):
         if not has_extra(checkpoint.extra, key):
-            yield f"it has no {key}, which the loader of {flavor.name} needs"
-    yield from missing_extra_warnings(checkpoint, flavor)
+            yield f"no {key}, which the loader of {flavor.name} needs"
+    yield from missing_extra_warnings("", checkpoint, flavor)
     for key, needed in form.loader_opens:
         value = checkpoint.extra.get(key)
         if value is not None and not has_keys(value, needed):
-            yield f"its {key} is not what {flavor.name} keeps there: expected {', '.join(sorted(needed))}"
+            yield f"{key} is not what {flavor.name} keeps there: expected {', '.join(sorted(needed))}"
 
 
-def missing_extra_warnings(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
-    """What the framework does without each extra that it needs and ``checkpoint`` lacks."""
+def missing_extra_warnings(where: str, checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
+    """What the framework does without each extra that it needs and ``checkpoint`` lacks.
+
+    ``where``, here and below: what a sentence about the absent begins with, "the target has " for what a conversion
+    writes; "" where the checkpoint has just been named.
+    """
     for key, what in flavor.needed_extras:
         if not has_extra(checkpoint.extra, key):
-            yield f"it has no {key}: without it {flavor.name} {what}"
+            yield f"{where}no {key}: without it {flavor.name} {what}"
 
 
 def has_extra(extra: Value, name: str) -> bool:
@@ -226,12 +230,15 @@ def _changes(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collecti
     """What the framework goes on without, or counts differently."""
     devices = " and ".join(sorted(checkpoint.origin.mesh_devices - {form.mesh.device}))
     if _has_rank_files(form) and devices:
-        yield f"its DTensors are on a mesh of {devices} devices: a job on {form.mesh.device} cannot load them"
+        yield (
+            f"the DTensors are on a mesh of {devices} devices: a job on {form.mesh.device} cannot load them (convert "
+            f"with {flags.mesh_device(form.mesh.device)} first)"
+        )
     for kind in flavor.rank_files:
         if not kind.needed and (absent := _without_file(kind, names, ranks)):
             yield f"{absent}: no {kind.name.format(rank='N')}, so random states start anew there"
-    yield from changes_without_extras(checkpoint, flavor)
-    yield from data_position_changes(checkpoint, flavor, ranks)
+    yield from changes_without_extras("", checkpoint, flavor)
+    yield from data_position_changes("", checkpoint, flavor, ranks)
     yield from changes_with_ranks(flavor, names, ranks_that_saved(checkpoint, names), ranks)
 
 
@@ -244,14 +251,14 @@ def _without_file(kind: RankFileName, names: Collection[str], ranks: int) -> str
     return f"{'rank' if len(absent) == 1 else 'ranks'} {listed(absent)} of {ranks}"
 
 
-def changes_without_extras(checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
+def changes_without_extras(where: str, checkpoint: Checkpoint, flavor: Flavor) -> Iterator[str]:
     """What the framework does otherwise without each extra that it would like to have."""
     for key, what in flavor.wanted_extras:
         if not has_extra(checkpoint.extra, key) and checkpoint.has(Section.OPTIM):
-            yield f"it has no {key}: {flavor.name} {what}"
+            yield f"{where}no {key}: {flavor.name} {what}"
 
 
-def data_position_changes(checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Iterator[str]:
+def data_position_changes(where: str, checkpoint: Checkpoint, flavor: Flavor, ranks: int) -> Iterator[str]:
     """What the framework does on ``ranks`` with the position in the data, which it keeps for each data-parallel rank
     and does not divide among other ranks.
     """
@@ -261,15 +268,15 @@ def data_position_changes(checkpoint: Checkpoint, flavor: Flavor, ranks: int) ->
     stops = f"{flavor.name} stops, unless checkpoint.exclude_from_loading lists {key}; then it reads the data anew"
     position = checkpoint.extra.get(key)
     if not isinstance(position, dict) or not position:
-        yield f"it has no {key}: without it {stops}"
+        yield f"{where}no {key}: without it {stops}"
         return
     saved_on = position.get("world_size")
     if not isinstance(saved_on, int):
         saved_on = sum(str(name).startswith("dp_rank_") for name in position)
     if saved_on == checkpoint.world_size != ranks:
-        yield f"its {key} is that of {plural(saved_on, 'rank')}: on {ranks} {stops}"
+        yield f"{key} was saved on {plural(saved_on, 'rank')}: on {ranks} {stops}"
     elif checkpoint.world_size not in (saved_on, ranks):  # other ranks are tensor-parallel
-        yield f"its {key} is that of {plural(saved_on, 'data-parallel rank')}: on any other number {stops}"
+        yield f"{key} was saved on {plural(saved_on, 'data-parallel rank')}: on any other number {stops}"
 
 
 def names_beside(checkpoint: Checkpoint, sources: Sources) -> frozenset[str]:

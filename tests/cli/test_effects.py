@@ -22,7 +22,7 @@ RANKS = ("--to", "sharded", "--container", "torch", "--world-size", "2")
         (("--to", "full", "--to", "sharded"), "--to is given more than once"),
         (("--mesh-device", "cuda"), "--mesh-device has no effect: the target is sharded, dcp"),
         ((*RANKS, "--mesh-device", "quux"), "--mesh-device quux is not a device type"),
-        (("--launcher", "torchrun"), "nothing says how many"),
+        (("--launcher", "torchrun"), "their number is missing"),
         (("--nproc-per-node", "x"), "--nproc-per-node takes a number"),
         (("--max-memory", "1KB"), "at least 128.0 KiB"),
         (("--add-prefix", ""), "--add-prefix is empty"),

@@ -59,14 +59,12 @@ def test_one_file_of_fabrics_is_as_anyone_saves_it(run: Run, saved: Path, tmp_pa
 def test_what_torchtitan_opens_and_the_target_lacks_is_said(run: Run, saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "titan"
     done = run("convert", saved, target, "--flavor", "torchtitan", "--world-size", "2")
-    assert done.code == 0 and "warning: it has no train_state: without it torchtitan stops, unless" in done.err
+    assert done.code == 0 and "warning: the target has no train_state: without it torchtitan stops, unless" in done.err
     done = run("verify", target, "--for", "torchtitan")
-    assert done.code == 1 and "resume: it has no lr_scheduler" in done.out
+    assert done.code == 1 and "resume: no lr_scheduler" in done.out
     assert "no conversion can add what is missing" in done.err and "next:" not in done.err
     done = run("verify", saved, "--for", "torchtitan", "--world-size", "2")
-    assert (
-        "this conversion alone does not fix: it has no train_state" in done.err and "next: fsdpckpt convert" in done.err
-    )
+    assert "this conversion alone does not fix: no train_state" in done.err and "next: fsdpckpt convert" in done.err
 
 
 def test_what_a_conversion_leaves_as_it_is_is_not_proposed(run: Run, saved: Path, tmp_path: Path) -> None:
@@ -175,9 +173,9 @@ def test_the_position_in_the_data_is_that_of_the_ranks_that_saved(run: Run, save
     torch.save({**content, **own, "dataloader": position}, tmp_path / "all.pt")
     torch_save_to_dcp(tmp_path / "all.pt", tmp_path / "step-2")
     without = run("verify", tmp_path / "titan", "--for", "torchtitan")
-    assert "it has no dataloader: without it torchtitan stops, unless checkpoint.exclude_from_loading" in without.err
+    assert "warning: no dataloader: without it torchtitan stops, unless checkpoint.exclude_from_loading" in without.err
     # One rank saved the whole again, so it does not say how many ranks read the data: two did.
     done = run("verify", tmp_path / "step-2", "--for", "torchtitan", "--world-size", "3")
-    assert done.code == 0 and "its dataloader is that of 2 data-parallel ranks" in done.err
+    assert done.code == 0 and "dataloader was saved on 2 data-parallel ranks" in done.err
     done = run("convert", tmp_path / "step-2", tmp_path / "on-3", "--world-size", "3")
-    assert done.code == 0 and "warning: its dataloader is that of 2 data-parallel ranks" in done.err
+    assert done.code == 0 and "warning: dataloader was saved on 2 data-parallel ranks" in done.err

@@ -200,7 +200,7 @@ def test_of_a_buffer_that_differs_between_ranks_the_lowest_ranks_copy_is_taken_i
     first, second = rank_files(source, "model")
     second["scale"] += 1
     torch.save(second, source / "model_world_size_2_rank_1.pt")
-    with pytest.raises(NeedsInformationError, match="nothing says whether one rank's copy of 1 model tensor") as error:
+    with pytest.raises(NeedsInformationError, match="cannot tell whether one rank's copy of 1 model tensor") as error:
         fsdpckpt.convert(source, tmp_path / "o.pt")
     assert error.value.exit_code == 4 and "--buffers" in str(error.value.next_step) and not (tmp_path / "o.pt").exists()
     report = fsdpckpt.convert(source, tmp_path / "o.pt", buffers=["scale"])

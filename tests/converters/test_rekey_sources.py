@@ -233,7 +233,7 @@ def test_an_entry_of_the_user_under_the_id_of_a_parameter_is_not_overwritten() -
 
 def test_states_without_groups_get_ids_only_from_what_lists_the_parameters_of_the_optimizer() -> None:
     error = refused(without_groups(full(NAMES, model=True)), "id", NeedsInformationError)
-    assert error.what.endswith("so nothing in the checkpoint's own model section says which ids its states get")
+    assert error.what.endswith("and the checkpoint's own model section does not give its states ids")
     held = without_groups(full(NAMES))
     by_units = rekeyed(held, "id")
     assert by_units.optim is not None and list(by_units.optim.state) == [0, 1, 2]

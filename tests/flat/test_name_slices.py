@@ -203,8 +203,7 @@ def test_slices_whose_units_nothing_says_keep_their_ids_with_a_note(tmp_path: Pa
     (note,) = found.notes
     assert note.kind == "unnamed"
     assert note.message == (
-        f"optimizer state stays keyed by id: {source.source} holds flat parameters, and nothing says which parameters "
-        "they hold"
+        f"optimizer state stays keyed by id: no units file says what each flat parameter of {source.source} contains"
     )
 
 

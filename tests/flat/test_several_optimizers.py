@@ -214,7 +214,7 @@ def test_between_parameters_that_look_alike_nothing_is_chosen(tmp_path: Path) ->
     source = tmp_path / "ranks"
     expected = save(source, [(7, 5), (7, 5)], twins, use_orig_params=False)
     for target in ({}, {"only": "optim:second"}):
-        with pytest.raises(NeedsInformationError, match="which parameters each of the optimizers") as error:
+        with pytest.raises(NeedsInformationError, match="which parameters each optimizer") as error:
             fsdpckpt.convert(source, tmp_path / "full.pt", **target)  # type: ignore[arg-type]
         assert "save_units(model, optimizer)" in str(error.value)
     # Units with the order of one optimizer say what is left for the other one.

@@ -139,7 +139,7 @@ def test_the_numbers_of_a_map_come_from_the_configuration_or_the_command(
 ) -> None:
     saved(tmp_path / "source.pt", 0)
     del options["map_value"]
-    with pytest.raises(NeedsInformationError, match="nothing says what half is") as error:
+    with pytest.raises(NeedsInformationError, match="needs half, which is unknown") as error:
         fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "made.pt", **options)
     assert "map_value={'half': 'N'}" in str(error.value)
     (tmp_path / "base").mkdir()

@@ -187,7 +187,9 @@ def test_lightnings_step_is_the_one_that_the_source_records(
     report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor=flavor, to="sharded", buffers="none")
     assert torch.load(tmp_path / "out/meta.pt")["global_step"] == steps
     warnings = [note.message for note in report.notes if note.warning]
-    assert warnings == ["it has no loops: " + f"{flavor} counts epochs and steps from 0"]
+    assert warnings == [
+        f"the target has no loops: {flavor} counts epochs and steps from 0: set max_epochs or max_steps to what is left"
+    ]
 
 
 def test_a_step_that_nothing_records_is_zero_with_a_warning(tmp_path: Path) -> None:

@@ -525,7 +525,7 @@ def test_several_optimizers_in_slices_are_slices_and_need_units(tmp_path: Path) 
     found = opened(save(tmp_path / "c", 2, state_of))
     assert [named.label for named in found.named] == ["optim:opt_d", "optim:opt_g"]
     assert [(tensor.shape, tensor.cut) for tensor in found.leaves()] == [((12,), Slices())] * 2
-    with pytest.raises(NeedsInformationError, match="nothing says which parameters they hold"):
+    with pytest.raises(NeedsInformationError, match="no units file says what each flat parameter"):
         fsdpckpt.convert(tmp_path / "c", tmp_path / "out.pt", to="full")
 
 

@@ -98,7 +98,7 @@ def test_masters_that_nothing_ties_to_a_parameter_stay_an_extra(tmp_path: Path) 
     wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups": weights}
     source = saved(tmp_path, {"model": copies(model), "optimizer": wrapper})
     checkpoint = opened(source)
-    assert any("nothing says whose they are" in note.message for note in checkpoint.notes)
+    assert any("without the names of their parameters" in note.message for note in checkpoint.notes)
     fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
     found = loaded(tmp_path / "full.pt")
     assert found["model"]["0.bias"].dtype is torch.bfloat16
@@ -264,7 +264,7 @@ def test_flat_masters_whose_parameters_are_not_proved_stay_an_extra(
         tensor.data.fill_(0.5)
     torch.save(root, source)
     checkpoint = opened(source)
-    assert any("nothing says whose they are" in note.message for note in checkpoint.notes)
+    assert any("without the names of their parameters" in note.message for note in checkpoint.notes)
     assert checkpoint.optim is not None and checkpoint.optim.key_type == "id"
     with pytest.raises(fsdpckpt.FsdpckptError):
         fsdpckpt.convert(source, tmp_path / "u", flavor="deepspeed-universal")
@@ -296,7 +296,7 @@ def test_an_optimizer_in_another_order_than_the_model_is_tied_by_value(
         assert torch.equal(found["model"][name], masters[number])
         state = found["optimizer"]["state"][name]
         assert torch.equal(state["exp_avg"], optimizer.state_dict()["state"][number]["exp_avg"])
-    assert any("the order of the model does not say it" in note.message for note in report.notes)
+    assert any("the order of the model does not fit" in note.message for note in report.notes)
     fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
     assert all(torch.equal(loaded(tmp_path / "weights.pt")[name], masters[at]) for at, name in enumerate(own))
 

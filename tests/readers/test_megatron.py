@@ -484,7 +484,7 @@ STATE = "optimizer.state.exp_avg."
 
 
 def test_rank_files_of_tensor_parallel_shards_need_a_mesh(golden: Path, tmp_path: Path) -> None:
-    with pytest.raises(NeedsInformationError, match="nothing says how the tensors") as caught:
+    with pytest.raises(NeedsInformationError, match="cannot tell how the tensors") as caught:
         fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "out"), world_size=2, container="torch")
     why = str(caught.value.why)
     assert "does not record the mesh" in why and "[Shard(0), Shard(1)]" in why

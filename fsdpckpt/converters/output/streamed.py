@@ -404,9 +404,7 @@ class Streamed(Spooled):
             notes = (*notes, Note("left-behind", left, warning=True))
         memory = self._budget.nbytes + self._budget.threads * (COPIES + 1) * self._part
         return replace(
-            report,
-            target=self._url,
-            loads=report.loads.replace(self.target, self._url),
+            report.uploaded_to(self._url),
             notes=notes,
             replaced=self._replaced,
             streamed=True,

@@ -224,7 +224,8 @@ class Spooled(Rename):
             left = f"{self._url} is complete, but {self._spool.root} could not be removed: remove it"
             notes = (*notes, Note("left-behind", left, warning=True))
         seconds = time.monotonic() - self._begun
-        return replace(report, target=self._url, staged_in=above, notes=notes, replaced=self._replaced, seconds=seconds)
+        report = report.uploaded_to(self._url)
+        return replace(report, staged_in=above, notes=notes, replaced=self._replaced, seconds=seconds)
 
     def _send(self, report: Report, holders: Holders) -> None:
         group, remote = self.group, self._remote

@@ -40,6 +40,8 @@ from fsdpckpt.verify.resumption import (
 )
 from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
 
+_TARGET_HAS = "the target has "
+
 
 def adapt(draft: Draft, decision: Decision) -> Draft:
     """Reduce the checkpoint to the sections, extras and side files that the target's framework has a place for."""
@@ -93,7 +95,7 @@ def _note_files(draft: Draft, decision: Decision, flavor: Flavor, _: Form) -> Dr
         notes.append(schedule_note(flavor.schedule_file, schedule, draft.opened, flavor, draft.sources))
         names.add(flavor.schedule_file)
     if decision.options.only is None and checkpoint.has(Section.OPTIM):
-        lacking += missing_file_warnings("the target", flavor, names)
+        lacking += missing_file_warnings(_TARGET_HAS, flavor, names)
     return draft.with_checkpoint(checkpoint.noted(*notes).lacks(*lacking))
 
 
@@ -137,9 +139,9 @@ def _warn_of_extras(draft: Draft, decision: Decision, flavor: Flavor, _: Form) -
     if decision.options.only is not None or not _has_both(checkpoint):
         return draft
     lacking = [
-        *missing_extra_warnings(checkpoint, flavor),
-        *changes_without_extras(checkpoint, flavor),
-        *data_position_changes(checkpoint, flavor, decision.world_size or checkpoint.world_size),
+        *missing_extra_warnings(_TARGET_HAS, checkpoint, flavor),
+        *changes_without_extras(_TARGET_HAS, checkpoint, flavor),
+        *data_position_changes(_TARGET_HAS, checkpoint, flavor, decision.world_size or checkpoint.world_size),
     ]
     return draft.with_checkpoint(checkpoint.noted(*(Note("resumption", text, warning=True) for text in lacking)))
 

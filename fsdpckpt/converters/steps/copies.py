@@ -60,7 +60,7 @@ def _with_equal_copies(
 
 def _undecided(source: str, problems: Sequence[Problem]) -> NeedsInformationError:
     return NeedsInformationError(
-        f"{source}: nothing says whether one rank's copy of {plural(len(problems), 'model tensor')} is all of it",
+        f"{source}: cannot tell whether one rank's copy of {plural(len(problems), 'model tensor')} is complete",
         details=[problem.message for problem in problems],
         key=problems[0].key,
         why="ranks have their own copies of a buffer; of a parameter each may have a part (tensor parallelism), or "

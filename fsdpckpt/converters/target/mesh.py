@@ -290,7 +290,7 @@ def _on_one_dimension(spec: Decision, source: Checkpoint, why: str, world_size: 
     """One dimension for DCP, which loads on any mesh. Raises NeedsInformationError for rank files."""
     if spec.container is not Container.DCP:
         raise NeedsInformationError(
-            f"nothing says how the tensors of {source.source} lie on {plural(world_size, 'rank')}",
+            f"cannot tell how the tensors of {source.source} lie on {plural(world_size, 'rank')}",
             why=why,
             next_step=f"add {flags.container('dcp')}, which loads on any mesh and into any pipeline stage; or "
             f"{flags.mesh(world_size)} for FSDP alone, {flags.mesh('NAME=SIZE,...')} {flags.placements('FILE')} for "
@@ -402,7 +402,7 @@ def _placements_needed_error(
     elif meant is not None:
         keeping = f"give {flags.mesh(meant)}, which keeps the source's placements, or "
     return NeedsInformationError(
-        f"nothing says how tensors are placed on {mesh_options(meshes)}",
+        f"cannot tell how tensors are placed on {mesh_options(meshes)}",
         why=f"{source.source} is on {f'the mesh {source_mesh}' if source_mesh else 'no mesh of several dimensions'}",
         next_step=f"{keeping}add {flags.like('PATH')} (per-rank DTensor files of this model on such a mesh), or "
         f"{flags.placements('FILE')}, "

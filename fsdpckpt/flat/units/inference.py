@@ -187,7 +187,7 @@ def _splits(checkpoint: Checkpoint) -> bool:
 
 def _without_strides(checkpoint: Checkpoint, kernels: list[str]) -> NeedsInformationError:
     return NeedsInformationError(
-        f"nothing says whether {checkpoint.source} is of a channels_last model",
+        f"cannot tell whether {checkpoint.source} is of a channels_last model",
         details=kernels,
         why="FSDP1 flattens the kernels of convolutions in memory order, and neither lengths nor shapes show it",
         next_step=f"add {flags.units('FILE')}: save_units and `fsdpckpt units --model` record the strides",

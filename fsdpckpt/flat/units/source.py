@@ -131,7 +131,7 @@ def _given_units(
         )
     if isinstance(result, Mismatch) and result.undivided is not None:
         raise NeedsInformationError(
-            f"nothing says which parameters each of the optimizers of {checkpoint.source} holds: {result.undivided}",
+            f"cannot tell which parameters each optimizer of {checkpoint.source} has: {result.undivided}",
             file=checkpoint.source,
             why="they list their parameters by id, and parameters with equally long slices look alike",
             next_step="give units that save_units(model, optimizer) wrote with one of the optimizers: "
@@ -201,17 +201,20 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     if not available:
         refused = checkpoint.origin.units_refused
         listed = parameter_order(checkpoint)
-        what = "nothing says which parameters they hold"
+        what = f"no units file says what each flat parameter of {checkpoint.source} contains"
         if listed:
-            what = f"nothing says the shapes of the {plural(len(listed), 'parameter')} that it names"
+            what = (
+                f"{checkpoint.source} names {plural(len(listed), 'parameter')} of flat parameters, without their shapes"
+            )
         raise NeedsInformationError(
-            f"{checkpoint.source} holds flat parameters, and {what}",
+            what,
             details=describe_lengths(checkpoint),
             most_shown=5,
             why="PyTorch does not save names and shapes with them, and "
             + ("; ".join(refused) or "there is no units file beside the checkpoint"),
-            next_step=f"add {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), or "
-            f"{flags.reference('PATH')} of a full or sharded checkpoint of this model",
+            next_step=f"add {flags.reference('PATH')} of a full or sharded checkpoint of this model, or "
+            f"{flags.units('FILE')}: save_units writes one in the job, and `fsdpckpt units --config DIR --wrap CLASS` "
+            "makes one from the directory of a Hugging Face model",
         )
     best = next((names for names in available if names.ordered and names.in_model_order), None)
     best = best or next((names for names in available if names.ordered), available[0])

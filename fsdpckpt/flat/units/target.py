@@ -122,7 +122,7 @@ def _wrapping(
         return source_units, f"target units: {label}"
     if not request.globs:
         raise NeedsInformationError(
-            f"nothing says which modules of {checkpoint.source} become FSDP units",
+            f"cannot tell which modules of {checkpoint.source} become FSDP units",
             why="wrapping is never guessed: a different wrapping gives different files",
             next_step=f"add {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), or {flags.unit('GLOB')} "
             "(repeatable) for the wrapped modules, for example "
@@ -218,8 +218,8 @@ def _require_orders(
     lost = not from_file.orders and not given and optim is not None and optim.orders  # only param_names said it
     if optim is not None and (lost or (from_file.orders and not same)):
         raise NeedsInformationError(
-            f"the optimizers of the ranks list their parameters in different orders, and nothing says in which orders "
-            f"those of the {world_size} ranks that load {checkpoint.source} do",
+            f"the optimizers of the ranks list their parameters in different orders, and the orders of the "
+            f"{world_size} ranks that load {checkpoint.source} are not recorded",
             expected=f"units of {world_size} ranks",
             found=f"units of {from_file.world_size} ranks",
             why="an id is the position of a parameter in the optimizer of one rank",
@@ -240,7 +240,7 @@ def _cast(units: Units, dtype: DType) -> Units:
 
 def _orig_params_unknown(checkpoint: Checkpoint, why: str) -> NeedsInformationError:
     return NeedsInformationError(
-        f"nothing says whether the job that loads {checkpoint.source} uses use_orig_params",
+        f"cannot tell whether the job that loads {checkpoint.source} uses use_orig_params",
         details=[
             "use_orig_params=False: states by flat parameter",
             "use_orig_params=True: states by parameter, aligned",
@@ -279,7 +279,7 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
         unknown = f"the units record one group of {plural(units.world_size or 0, 'rank')}, not how others are grouped"
         raise NeedsInformationError(
             "hybrid-shard shards within groups of ranks, and "
-            + (unknown if recorded else "nothing says how many ranks a group has"),
+            + (unknown if recorded else "the size of a group is not recorded"),
             next_step=f"add {flags.shard_size('N')} (usually the GPUs of one node)",
         )
     size = units.shard_size
@@ -404,8 +404,7 @@ def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> li
     lines = [describe_settings(units)]
     if units.use_orig_params and not aligned and any(unit.param_dtype is None for unit in units.units):
         lines.append(
-            f"nothing says which MixedPrecision.param_dtype the job uses, if any: give {flags.param_dtype('DTYPE')} if "
-            "it does"
+            f"MixedPrecision.param_dtype is not recorded: if the job uses it, add {flags.param_dtype('DTYPE')}"
         )
     kernels = possibly_channels_last(units)
     if kernels and request.globs:
@@ -554,7 +553,7 @@ def _require_settled(names: Listing, checkpoint: Checkpoint) -> Listing:
             undecided.append(f"{param.name} may be a parameter or a buffer")
     if undecided:
         raise NeedsInformationError(
-            f"{checkpoint.source} does not say enough about {len(undecided)} of its names to make units from them",
+            f"{len(undecided)} of the names in {checkpoint.source} are ambiguous, so it cannot be divided into units",
             details=undecided,
             why="a flat parameter holds every parameter once, frozen ones too, and no buffer",
             next_step=f"add {flags.buffers('GLOB')} for the buffers ({flags.buffers('none')} when there are none), "

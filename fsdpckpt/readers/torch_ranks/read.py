@@ -364,7 +364,7 @@ def _unlisted(optim: _Optimizer, rank: int) -> Iterator[Problem]:
         if type(key) is int and key not in listed:
             message = (
                 f"the optimizer of rank {rank} has a state of id {key}, which no param group lists, and the ranks' "
-                "optimizers list their parameters in different orders: nothing shows which parameter it is"
+                "optimizers list their parameters in different orders, so its parameter is unknown"
             )
             yield Problem("parameter-order", message, key=f"state.{key}", rank=rank, section=Section.OPTIM)
 

@@ -321,7 +321,7 @@ def test_a_directory_of_placements_is_refused(saved: Path, tmp_path: Path) -> No
 
 
 def test_a_mesh_of_two_dimensions_needs_placements(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(NeedsInformationError, match="nothing says how tensors are placed") as error:
+    with pytest.raises(NeedsInformationError, match="cannot tell how tensors are placed") as error:
         to_ranks(saved / "full.pt", tmp_path / "new", **FULL)
     assert "--placements" in str(error.value.next_step) and "--like" in str(error.value.next_step)
 
@@ -435,7 +435,7 @@ def test_frameworks_that_save_dcp_get_the_items_of_the_mesh(saved: Path, tmp_pat
 
 def test_meshes_of_some_ranks_are_not_taken_for_one_of_all(tmp_path: Path) -> None:
     save_stages(tmp_path / "stages", names=True)
-    with pytest.raises(NeedsInformationError, match="nothing says how") as error:
+    with pytest.raises(NeedsInformationError, match="cannot tell how") as error:
         to_ranks(tmp_path / "stages", tmp_path / "new", world_size=4)
     assert "--mesh 4" in str(error.value.next_step)
     assert "some of the 4 ranks, as pipeline stages have them: dp=2" in str(error.value.why)
@@ -457,7 +457,7 @@ def test_packed_weights_are_not_taken_for_others(tmp_path: Path, alone: bool) ->
                 state["out"] = distribute_tensor(weight, mesh, [Shard(1)], src_data_rank=None)
             torch.save(state, tmp_path / "packed" / f"model_world_size_2_rank_{rank}.pt")
     for options in ({"world_size": 2}, {"mesh": "tp=3"}, {"mesh": "tp=2"})[: 1 if alone else 3]:
-        with pytest.raises(NeedsInformationError, match="nothing says how") as error:
+        with pytest.raises(NeedsInformationError, match="cannot tell how") as error:
             to_ranks(tmp_path / "packed", tmp_path / "new", **options)
         assert "packed" in str(error.value.why)
     report = fsdpckpt.convert(tmp_path / "packed", tmp_path / "dcp", to="sharded", container="dcp", world_size=2)

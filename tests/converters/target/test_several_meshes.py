@@ -176,7 +176,7 @@ def test_a_world_size_that_does_not_divide_names_all_meshes_to_type(saved: Path,
 
 def test_one_mesh_is_not_taken_for_several(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        NeedsInformationError, match="nothing says how tensors are placed on mesh='efsdp=2,ep=2'"
+        NeedsInformationError, match="cannot tell how tensors are placed on mesh='efsdp=2,ep=2'"
     ) as error:
         to_ranks(saved / "four", tmp_path / "new", mesh="efsdp=2,ep=2")
     assert "all its meshes (--mesh fsdp=4 --mesh efsdp=2,ep=2" in str(error.value.next_step)

@@ -127,6 +127,15 @@ def test_a_staging_directory_that_is_named_is_used(s3: Proxy, files: Path, tmp_p
     assert (report.streamed, report.staged_in) == (False, str(tmp_path / "here"))
 
 
+@pytest.mark.filterwarnings("ignore::fsdpckpt.FsdpckptWarning")
+def test_the_words_that_load_it_name_the_store(s3: Proxy, files: Path) -> None:
+    options = {"to": "sharded", "world_size": 2, "flavor": "accelerate", "key_type": "name"}
+    for more in ({}, {"overwrite": True}):  # streamed, then staged
+        report = fsdpckpt.convert(files / "dcp", "s3://runs/loaded", **options, **more)  # type: ignore[arg-type]
+        assert report.streamed != bool(more)
+        assert report.loads == 'accelerator.load_state("COPY"), where COPY is a copy of s3://runs/loaded on disk'
+
+
 def test_an_older_directory_stays_whole_until_the_new_one_is_checked(s3: Proxy, files: Path) -> None:
     before = {key: content(s3, key) for key in keys(s3, "dcp")}
     s3.fault = lambda method, path, begin: "500" if method == "GET" and path.endswith("full.pt") and begin else None

@@ -504,7 +504,7 @@ def test_a_single_sharding_group_does_not_show_how_other_numbers_of_ranks_are_gr
         target_units(full(), UnitsRequest(), recorded, 8, sources)
     assert target_units(full(), UnitsRequest(shard_size=4), recorded, 8, sources).units.shard_size == 4
     other_strategy = ResolvedUnits(replace(units_of(), world_size=4), None, ())
-    with pytest.raises(NeedsInformationError, match="nothing says how many ranks"):
+    with pytest.raises(NeedsInformationError, match="the size of a group is not recorded"):
         target_units(full(), UnitsRequest(strategy=Strategy.HYBRID_SHARD), other_strategy, 4, sources)
 
 
