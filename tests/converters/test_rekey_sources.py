@@ -101,7 +101,7 @@ def test_each_direction_uses_the_first_source() -> None:
 def test_without_any_source_ids_are_a_question_and_names_count_as_they_are_listed() -> None:
     with pytest.raises(NeedsInformationError) as caught:
         rekeyed(full(), "name", units=None)
-    assert caught.value.what.endswith("optimizer id stands for")
+    assert caught.value.what.endswith("maps optimizer ids to parameters")
     found = rekeyed(full(NAMES), "id", units=None)
     assert found.optim is not None and tuple(found.optim.state) == (0, 1, 2)
     assert found.notes[-1].message == "3 optimizer keys became 3 ids, in the order of the optimizer's own groups"
