@@ -23,6 +23,7 @@ from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.flat.units.request import load_units
+from fsdpckpt.flat.units.sections import labels_of
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
@@ -36,7 +37,7 @@ from fsdpckpt.readers.protocol import MANIFEST, Locate, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.text import size_text
-from fsdpckpt.transform.selection import choose_section, place_of
+from fsdpckpt.transform.selection import choose_section, named_section
 from fsdpckpt.verify.elements import without_repeats
 
 
@@ -144,14 +145,15 @@ def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sour
 
 def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
     decision = decide(target, options, opened.checkpoint, sources)
-    return transform(opened.checkpoint, decision, sources, place=opened.place), decision
+    return transform(opened.checkpoint, decision, sources, place=opened.place, labels=opened.labels), decision
 
 
 class _Opened(NamedTuple):
-    """What is selected of SRC, and the keys of the section that it is, if it is one of several."""
+    """What is selected of SRC; of one of several sections its keys, and the labels that it and its model have."""
 
     checkpoint: Checkpoint
     place: str
+    labels: tuple[str, ...]
 
 
 def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate) -> _Opened:
@@ -166,7 +168,8 @@ def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate
     distinct = without_repeats(whole, sources)
     chosen = choose_section(distinct, options.only)
     checkpoint = with_told_masters(chosen, of_one_section(options), sources)
-    return _Opened(checkpoint, place_of(distinct, options.only))
+    named = named_section(distinct, options.only)
+    return _Opened(checkpoint, named.dotted if named is not None else "", labels_of(distinct, named))
 
 
 def make_report(

@@ -225,7 +225,7 @@ def encode_manifest(
 def _section_units(checkpoint: Checkpoint) -> dict[str, object]:
     """The entry with the units of each named section that has some, and where the section is."""
     entries = [
-        {"section": str(named.section), "path": list(named.path), "units": encode(named.units)}
+        {"section": str(named.section), "name": named.name, "path": list(named.path), "units": encode(named.units)}
         for named in checkpoint.named
         if named.units is not None
     ]

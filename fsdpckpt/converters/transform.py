@@ -6,6 +6,8 @@ steps have found out about it; ``Decision`` never changes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdpckpt.converters.mapping import mapped_after
 from fsdpckpt.converters.steps.adapt import adapt
 from fsdpckpt.converters.steps.cast import give_own_tensors
@@ -117,21 +119,26 @@ STEPS: tuple[Step, ...] = (
 """All steps of a conversion. The framework's come before and after those of the sections."""
 
 
-def begin(opened: Checkpoint, decision: Decision, sources: Sources, *, place: str = "") -> Draft:
-    """The draft before the first step. ``place``: the keys of the named section that ``--only`` has made the main one.
+def begin(
+    opened: Checkpoint, decision: Decision, sources: Sources, *, place: str = "", labels: tuple[str, ...] = ()
+) -> Draft:
+    """The draft before the first step. ``place``: the keys of the named section that ``--only`` has made the main one;
+    ``labels``: its own, and that of its model.
 
     Raises SourceMissingError if the file of ``--parameters`` cannot be read.
     """
-    knowledge = Knowledge(units_request(decision.options), sources)
+    knowledge = Knowledge(replace(units_request(decision.options), sections=labels), sources)
     noted = opened.noted(*decision.notes)
     return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, leads=leads(opened), place=place)
 
 
-def transform(opened: Checkpoint, decision: Decision, sources: Sources, *, place: str = "") -> Draft:
-    """Take all steps. Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError,
-    UsageError.
+def transform(
+    opened: Checkpoint, decision: Decision, sources: Sources, *, place: str = "", labels: tuple[str, ...] = ()
+) -> Draft:
+    """Take all steps; ``place`` and ``labels`` as for ``begin``. Raises SourceError for a source that is incomplete or
+    contradicts itself, NeedsInformationError, UsageError.
     """
-    return take(STEPS, begin(opened, decision, sources, place=place), decision)
+    return take(STEPS, begin(opened, decision, sources, place=place, labels=labels), decision)
 
 
 def transform_to_load(opened: Checkpoint, decision: Decision, sources: Sources) -> TransformedCheckpoint:

@@ -92,8 +92,12 @@ def _lines(value: Json, depth: int) -> str:
     return json.dumps(value)
 
 
-def loads(data: bytes, *, source: str) -> Units:
-    """Parse a units file, or a manifest that records units; ``source`` names the file in errors. Raises SourceError."""
+def loads(data: bytes, *, source: str, labels: Sequence[str] = ()) -> Units | None:
+    """Parse a units file, or a manifest that records units; ``source`` names the file in errors.
+
+    ``labels``: those of a named section and its model. A manifest has units of each section: the first of these that
+    it has, else those of the main ones, None if it has none of these either. Raises SourceError.
+    """
     if len(data) > MAX_BYTES:
         raise SourceUnrecognisedError(
             f"{source} is larger than a units file can be",
@@ -110,13 +114,27 @@ def loads(data: bytes, *, source: str) -> Units:
             why="the file was truncated, or is not a units file",
             next_step=_WRITE_AGAIN,
         ) from None
-    return decode(_recorded(document, source), source=source)
+    recorded = _recorded(document, source, labels)
+    return None if recorded is None else decode(recorded, source=source)
 
 
-def _recorded(document: object, source: str) -> object:
-    """The units that a manifest (``fsdpckpt.json``) records; every other document itself."""
+def _recorded(document: object, source: str, labels: Sequence[str]) -> object:
+    """The units that a manifest (``fsdpckpt.json``) records, None if only of other sections; every other document
+    itself.
+    """
     if not isinstance(document, dict) or document.get("program") != "fsdpckpt" or "units" not in document:
         return document
+    entries = document.get("section_units")
+    of_section = {
+        f"{entry.get('section')}:{entry.get('name')}": entry.get("units")
+        for entry in (entries if isinstance(entries, list) else ())
+        if isinstance(entry, dict)
+    }
+    for label in labels:
+        if label in of_section:
+            return of_section[label]
+    if document["units"] is None and of_section:
+        return None
     if document["units"] is None:
         raise SourceUnrecognisedError(
             f"{source} records no units: what lies beside it is not flattened",

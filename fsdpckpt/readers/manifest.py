@@ -74,7 +74,8 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
             from fsdpckpt.ir.units_json import loads
 
             try:
-                files.append((entry.path, loads(_content(entry, sources), source=entry.path)))
+                units = loads(_content(entry, sources), source=entry.path)
+                files += [(entry.path, units)] if units is not None else []
             except SourceError as error:
                 refused.append(_why_refused(error))
     if all(units == files[0][1] for _, units in files[1:]):

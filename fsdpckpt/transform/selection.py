@@ -48,16 +48,15 @@ def choose_section(checkpoint: Checkpoint, only: Section | SectionName | None) -
     return checkpoint if chosen is None else _chosen(checkpoint, chosen)
 
 
-def place_of(checkpoint: Checkpoint, only: Section | SectionName | None) -> str:
-    """The place of the section that ``only`` names, as ``inspect`` shows it before each key; "" for a main one. Call
-    it after ``choose_section``, which raises what there is to raise.
+def named_section(checkpoint: Checkpoint, only: Section | SectionName | None) -> NamedSection | None:
+    """The named section that ``only`` takes; None for a main one. Call it after ``choose_section``, which raises what
+    there is to raise.
     """
-    chosen: NamedSection | None = None
     if isinstance(only, SectionName):
-        chosen = find_section(checkpoint, only)
-    elif only is not None and not (checkpoint.model if only is Section.MODEL else checkpoint.optim):
-        chosen = next((named for named in checkpoint.named if named.section is only), None)
-    return "" if chosen is None else chosen.dotted
+        return find_section(checkpoint, only)
+    if only is None or (checkpoint.model if only is Section.MODEL else checkpoint.optim):
+        return None
+    return next((named for named in checkpoint.named if named.section is only), None)
 
 
 def find_section(checkpoint: Checkpoint, only: SectionName, option: Flag = flags.only) -> NamedSection | None:

@@ -42,7 +42,8 @@ class Knowledge:
     @cached_property
     def units(self) -> Units | None:
         """The units in the file of ``--units``."""
-        return load_units(self.request.file, self.sources) if self.request.file is not None else None
+        request = self.request
+        return load_units(request.file, self.sources, request.sections) if request.file is not None else None
 
     def keyed(
         self, checkpoint: Checkpoint, key_type: KeyType, units: Units | None, rule: IdRule = IdRule.GROUPS

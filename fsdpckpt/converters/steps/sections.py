@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
@@ -16,6 +18,7 @@ from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import alone, main_alone, model_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.transform.selection import NoKeyMatchesError, none_left, parameter_names
@@ -39,7 +42,7 @@ def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Dra
     if main.left_out:
         main = replace(main, checkpoint=replace(opened, model=None, optim=None))
     applied_map = next((each.applied_map for each in (main, *done) if each.applied_map is not None), None)
-    joined = _joined(main.checkpoint, opened.named, dict(zip(taken, done, strict=True)))
+    joined = _joined(main.checkpoint, opened, dict(zip(taken, done, strict=True)))
     return _promoted(replace(main, checkpoint=joined, applied_map=applied_map))
 
 
@@ -120,14 +123,15 @@ def _with_named_beside(view: Checkpoint, knowledge: Knowledge, decision: Decisio
     )
 
 
-def _joined(main: Checkpoint, sections: Sequence[NamedSection], done: Mapping[NamedSection, Draft]) -> Checkpoint:
-    """``main`` with what became of each of the named ``sections``, and with the notes on it. Those that are not in
+def _joined(main: Checkpoint, opened: Checkpoint, done: Mapping[NamedSection, Draft]) -> Checkpoint:
+    """``main`` with what became of each named section of ``opened``, and with the notes on it. Those that are not in
     ``done`` stay as they are.
     """
     notes = list(main.ledger.notes)
     lacking = dict.fromkeys(main.lacking)
     named: list[NamedSection] = []
-    for section in sections:
+    files = list(main.files)
+    for section in opened.named:
         draft = done.get(section)
         if draft is None:
             named.append(section)
@@ -139,12 +143,30 @@ def _joined(main: Checkpoint, sections: Sequence[NamedSection], done: Mapping[Na
         of_model = section.section is Section.MODEL
         content = draft.checkpoint.model if of_model else draft.checkpoint.optim
         if content is not None:
+            made = draft.checkpoint.files[len(opened.files) :]  # zeros, and numbers that a map repeats
+            content = _in_files(content, len(opened.files), len(files))
+            files += made
             named.append(replace(section, content=content, units=draft.units, written_keys=draft.key_type))
         added = [note for note in draft.checkpoint.ledger.notes if note not in notes]
         notes += [replace(note, message=f"{section.label}: {note.message}") for note in added]
         lacking.update(dict.fromkeys(draft.checkpoint.lacking))
     ledger = replace(main.ledger, notes=tuple(notes))
-    return replace(main, named=tuple(named), ledger=ledger, lacking=tuple(lacking))
+    return replace(main, files=tuple(files), named=tuple(named), ledger=ledger, lacking=tuple(lacking))
+
+
+def _in_files(content: ModelState | Optimizer, first: int, moved_to: int) -> ModelState | Optimizer:
+    """``content`` of a section whose steps have made files from number ``first`` on, which are ``moved_to`` now: each
+    section counts its own after those of the source.
+    """
+
+    def renumbered(tensor: Tensor) -> Tensor:
+        numbers = tensor.chunks.file
+        made = numbers >= first
+        if not made.any():
+            return tensor
+        return replace(tensor, chunks=replace(tensor.chunks, file=np.where(made, numbers + moved_to - first, numbers)))
+
+    return content if first == moved_to else content.map_tensors(renumbered)
 
 
 def _require_matches(done: Sequence[Draft], sections: Sequence[NamedSection] = ()) -> None:

@@ -117,16 +117,17 @@ def order_unknown(
     )
 
 
-def load_units(path: str, sources: Sources) -> Units:
+def load_units(path: str, sources: Sources, labels: Sequence[str] = ()) -> Units | None:
     """The units in the file at ``path``: a units file, or the ``fsdpckpt.json`` of a flattened target.
 
-    Raises SourceError.
+    ``labels``: of the named section that they are for, and of its model. None if the file has only units of other
+    sections. Raises SourceError.
     """
     entry = sources.stat(path) if path else None
     if entry is None or entry.directory:
         raise _no_file(path, directory=entry is not None)
     file = sources.open(path)
-    return loads(file.read(0, min(file.nbytes, MAX_BYTES + 1)), source=path)
+    return loads(file.read(0, min(file.nbytes, MAX_BYTES + 1)), source=path, labels=labels)
 
 
 def _no_file(path: str, *, directory: bool) -> SourceMissingError:
@@ -177,7 +178,9 @@ def target_file(request: UnitsRequest, present: Collection[str], sources: Source
     """The units in the file of ``request``, with the names of the target, ``present``; None without a file."""
     if request.file is None:
         return None
-    units = load_units(request.file, sources)
+    units = load_units(request.file, sources, request.sections)
+    if units is None:
+        return None
     names = request.names_in(units.params(), present)
     as_in_file = len(names) == len(units.params()) and all(old == new for old, new in names.items())
     return units if request.changes is None or as_in_file else request.changes.applied_to(units)

@@ -15,6 +15,7 @@ from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.sections import alone, main_alone, model_of
+from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.selection import parameter_names
 
@@ -24,10 +25,10 @@ def request_of_section(
 ) -> UnitsRequest:
     """What ``request`` says of ``section`` of ``checkpoint``, None for its main ones."""
     names = _names(main_alone(checkpoint) if section is None else alone(checkpoint, section))
-    if request.file is not None and not _describes(request.file, names, sources):
+    request = replace(request, sections=labels_of(checkpoint, section))
+    if request.file is not None and not _describes(load_units(request.file, sources, request.sections), names):
         request = replace(request, file=None)
-    globs = _globs(request.globs, checkpoint, section, names) if request.globs else ()
-    return replace(request, globs=globs, sections=labels_of(checkpoint, section))
+    return replace(request, globs=_globs(request.globs, checkpoint, section, names) if request.globs else ())
 
 
 def labels_of(checkpoint: Checkpoint, section: NamedSection | None) -> tuple[str, ...]:
@@ -43,11 +44,12 @@ def _names(checkpoint: Checkpoint) -> list[str]:
     return [clean(name) for name in parameter_names(checkpoint)]
 
 
-def _describes(file: str, names: Sequence[str], sources: Sources) -> bool:
-    """Whether the units in ``file`` may be those of the model with these ``names``: nothing contradicts it if none is
-    known, as of an optimizer that has ids alone.
+def _describes(units: Units | None, names: Sequence[str]) -> bool:
+    """Whether ``units`` may be those of the model with these ``names``: nothing contradicts it if none is known, as of
+    an optimizer that has ids alone.
     """
-    units = load_units(file, sources)
+    if units is None:
+        return False
     known = {*units.params(), *(later for later, _ in units.shared), *(unit.key for unit in units.units)}
     return not names or not known.isdisjoint(names)
 

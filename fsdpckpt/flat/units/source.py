@@ -60,7 +60,7 @@ def _is_sliced_by_units(
     """
     units = checkpoint.units
     if units is None and request is not None and request.file is not None:
-        units = load_units(request.file, sources)
+        units = load_units(request.file, sources, request.sections)
     if units is not None and not units.flat:
         return checkpoint.layout is Layout.FLATTENED
     if units is not None:
@@ -107,7 +107,8 @@ def source_units(
             why="each describes a different model or wrapping, and only one can be this checkpoint's",
             next_step=f"name the one that belongs to it: {flags.units('FILE')}",
         )
-    if request.file is None or not (units := load_units(request.file, sources)).flat:
+    units = load_units(request.file, sources, request.sections) if request.file is not None else None
+    if request.file is None or units is None or not units.flat:
         return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
     of_other_ranks = units.world_size not in (None, checkpoint.world_size) and not units.orders
     if target_flattened or (of_other_ranks and not request.options()):
@@ -226,8 +227,8 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
 def _recorded_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> Listing | None:
     """What a units file says of a model that had no units: names, shapes and order. None without such a file."""
     if request.file is not None:
-        units = load_units(request.file, sources)
-        return None if units.flat else unwrapped_names(units, request.file)
+        units = load_units(request.file, sources, request.sections)
+        return None if units is None or units.flat else unwrapped_names(units, request.file)
     if checkpoint.units is None or checkpoint.units.flat:
         return None
     return unwrapped_names(checkpoint.units, checkpoint.origin.units_from or "the units file beside the checkpoint")

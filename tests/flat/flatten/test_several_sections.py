@@ -295,6 +295,52 @@ def test_units_are_given_for_each_model(full: Full, tmp_path: Path) -> None:
         fsdpckpt.convert(source, tmp_path / "no", unit=["generator.blocks.*"], **FLAT)
 
 
+def test_the_units_of_every_section_are_taken_from_what_was_written(full: Full, tmp_path: Path) -> None:
+    source = full(both)
+    fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.1", "critic.none"], **FLAT)
+    units = str(tmp_path / "flat" / "fsdpckpt.json")
+    options: dict[str, Any] = {"units": units, "to": "flattened", "world_size": 3}
+    fsdpckpt.convert(source, tmp_path / "again", **options)
+    assert fsdpckpt.diff(tmp_path / "flat", tmp_path / "again").same
+    for label in ("optim:muon", "model:critic", "optim:critic_optimizer"):
+        fsdpckpt.convert(source, tmp_path / label, only=label, **options)
+        name = f"{label[:5]}_world_size_3_rank_1.pt"
+        keys = ("optimizers", "muon") if "muon" in label else (label.partition(":")[2],)
+        with as_rank(1, 3):
+            alone = torch.load(tmp_path / label / name, weights_only=False)
+        of_all = written(tmp_path / "again", 1, 3, keys)
+        if "model" in label:
+            alone, of_all = (each["_flat_param"].local_shards()[0].tensor for each in (alone, of_all))
+        assert equal(alone, of_all)
+
+
+def test_optimizers_without_their_model_need_its_names(full: Full, tmp_path: Path) -> None:
+    """The names of one are not all that a flat parameter has."""
+    torch.save({"optimizers": torch.load(full(several_optimizers))["optimizers"]}, tmp_path / "optimizers.pt")
+    with pytest.raises(NeedsInformationError, match=r"optim:adam: .* has no names and shapes"):
+        fsdpckpt.convert(tmp_path / "optimizers.pt", tmp_path / "flat", unit=["blocks.*"], **FLAT)
+    reference = {"reference": str(full(several_optimizers)), "buffers": ["none"]}
+    fsdpckpt.convert(tmp_path / "optimizers.pt", tmp_path / "flat", unit=["blocks.*"], **reference, **FLAT)
+    fsdpckpt.convert(full(several_optimizers), tmp_path / "whole", unit=["blocks.*"], **FLAT)
+    for key in ("muon", "adam"):
+        places = (tmp_path / name for name in ("flat", "whole"))
+        assert equal(*(written(place, 0, 2, ("optimizers", key)) for place in places))
+
+
+def test_states_are_made_in_every_section(full: Full, tmp_path: Path) -> None:
+    """The zeros of each are a file of their own to the copies."""
+    content = torch.load(full(both))
+    del content["critic_optimizer"]["state"]["head.weight"], content["optimizers"]["adam"]["state"]["head.weight"]
+    torch.save(content, tmp_path / "holes.pt")
+    options: dict[str, Any] = {"missing_state": "zeros", "verify": "full"}
+    fsdpckpt.convert(tmp_path / "holes.pt", tmp_path / "filled.pt", to="full", **options)
+    filled = torch.load(tmp_path / "filled.pt")
+    for optimizer in (filled["critic_optimizer"], filled["optimizers"]["adam"]):
+        assert torch.equal(optimizer["state"]["head.weight"]["exp_avg"], torch.zeros(2, 3))
+    fsdpckpt.convert(tmp_path / "holes.pt", tmp_path / "flat", unit=["blocks.*"], **options, **FLAT)
+    assert fsdpckpt.diff(tmp_path / "filled.pt", tmp_path / "flat").same
+
+
 def test_a_flat_parameter_that_optimizers_would_share_is_refused(full: Full, tmp_path: Path) -> None:
     source = full(several_optimizers)
     with pytest.raises(SourceUnsupportedError, match=r"optim:adam: a flat parameter has to be in one") as error:
