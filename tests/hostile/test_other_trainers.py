@@ -29,6 +29,8 @@ KINDS = {
     "zero2": "deepspeed/zero2-fp32",
     "zero3": "deepspeed/zero3-bf16",
     "universal": "deepspeed/zero1-bf16-universal.tar.xz",
+    "pipeline": "deepspeed/pipeline.tar.xz",
+    "autotp": "deepspeed/autotp-zero3.tar.xz",
     "torch_dist": "megatron/uneven.tar.xz",
     "fsdp_dtensor": "megatron/fsdp-dtensor.tar.xz",
 }
@@ -43,7 +45,9 @@ def checkpoint(kind: str, directory: Path) -> Path:
         with tarfile.open(source) as archive:
             archive.extractall(directory / "run", filter="data")
         path = next(
-            each.parent for each in (directory / "run").rglob("*") if each.name in ("latest_universal", ".metadata")
+            each.parent
+            for each in (directory / "run").rglob("*")
+            if each.name in ("latest", "latest_universal", ".metadata")
         )
     (path / "truth.pt").unlink(missing_ok=True)
     return path

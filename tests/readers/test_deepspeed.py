@@ -21,7 +21,7 @@ import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
-from fsdpckpt.readers.deepspeed.step import PartitionError, partitions_of_groups, partitions_of_params
+from fsdpckpt.readers.deepspeed.partitions import PartitionError, partitions_of_groups, partitions_of_params
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from fsdpckpt.text import plural
 from tests.golden.deepspeed.make import Net
@@ -520,7 +520,6 @@ def test_one_ranks_file_asks_for_the_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "kind"),
     [
-        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallel ranks"),
         ("layer_01-model_00-model_states.pt", "pipeline stages"),
         ("layer_0_expert_3_mp_rank_00_model_states.pt", "experts"),
     ],

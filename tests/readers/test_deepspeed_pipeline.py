@@ -84,26 +84,29 @@ def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> Non
     assert all(torch.equal(written[name], value) for name, value in {**TRAINED, **BUFFERS}.items())
 
 
-@pytest.mark.parametrize(
-    ("more", "count"),
-    [
-        ({"mp_rank_01_model_states.pt": {"module": None}}, 3),  # a second stage
-        ({"layer_03-model_01-model_states.pt": {"weight": torch.ones(6)}}, 4),  # tensor parallelism
-        ({"zero_pp_rank_0_mp_rank_01_optim_states.pt": {}}, 3),
-    ],
-)
-def test_several_stages_are_called_so(more: dict[str, Any], count: int, tmp_path: Path) -> None:
+def test_a_pipeline_of_tensor_parallel_ranks_is_refused(tmp_path: Path) -> None:
+    more = {"layer_03-model_01-model_states.pt": {"weight": torch.ones(6)}}
     with pytest.raises(SourceUnsupportedError, match="files of pipeline stages") as error:
-        opened(save({**files(), **more}, tmp_path / "step"))
-    assert len(error.value.details) == count and "--ignore-file" not in error.value.text
+        opened(save({**files(), **more}, tmp_path / "names"))
+    assert len(error.value.details) == 4 and "--ignore-file" not in error.value.text
+    saved = files()
+    saved["mp_rank_00_model_states.pt"]["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 2}
+    with pytest.raises(SourceUnsupportedError, match="files of pipeline stages") as error:
+        opened(save(saved, tmp_path / "recorded"))
+    assert error.value.found == "2 tensor-parallel ranks in each stage"
 
 
-def test_the_number_of_stages_is_read_from_the_files_too(tmp_path: Path) -> None:
+def test_a_stage_that_is_missing_is_named(tmp_path: Path) -> None:
+    """The number of stages is in each file of module states."""
     saved = files()
     saved["mp_rank_00_model_states.pt"]["mp_world_size"] = 2
-    with pytest.raises(SourceUnsupportedError, match="pipeline stages") as error:
-        opened(save(saved, tmp_path / "step"))
-    assert error.value.found == "2 stages or tensor-parallel ranks"
+    with pytest.raises(SourceIncompleteError, match="mp_rank_01") as error:
+        opened(save(saved, tmp_path / "recorded"))
+    states = [f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt" for rank in range(RANKS)]
+    assert error.value.details == (*states, "mp_rank_01_model_states.pt")
+    with pytest.raises(SourceIncompleteError, match="mp_rank_01") as error:
+        opened(save({**files(), "mp_rank_01_model_states.pt": {"module": None}}, tmp_path / "half"))
+    assert error.value.details == (*states,)
 
 
 def test_a_layer_that_is_missing_or_another_is_an_error(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.readers.deepspeed.step import FlatGroup, StateDict, StepFile, as_mapping, contradiction, open_files
+from fsdpckpt.readers.deepspeed.partitions import FlatGroup
+from fsdpckpt.readers.deepspeed.step import StateDict, StepFile, as_mapping, contradiction, open_files
 from fsdpckpt.readers.protocol import FileTable, file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import some_of

@@ -6,8 +6,9 @@ Each rank's pair of files is rewritten as if FSDP had saved it, with boxes of pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import cast
 
@@ -20,28 +21,31 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
 from fsdpckpt.readers.deepspeed.layers import module_of, open_layers
-from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, require_all_ranks
-from fsdpckpt.readers.deepspeed.step import (
+from fsdpckpt.readers.deepspeed.partitions import (
     FlatGroup,
     FlatGroups,
-    ModuleStates,
     PartitionError,
     Slice,
+    is_count,
+    optimizer_order,
+    partitions_of_groups,
+    partitions_of_params,
+)
+from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions, RankGrid, Shard, Shards
+from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, required_grid, unsupported
+from fsdpckpt.readers.deepspeed.step import (
+    ModuleStates,
     StateDict,
     StepFile,
     add_archives,
     add_extras,
     as_mapping,
     contradiction,
-    distributed_slice,
     groups_by_name,
-    is_count,
     merge_files,
-    open_files,
-    optimizer_order,
-    partitions_of_groups,
-    partitions_of_params,
+    open_grid,
     plain,
     require_one_run,
     require_same,
@@ -64,63 +68,78 @@ _MAX_RANKS = 100_000  # names have five digits
 
 def read_zero(
     directory: str,
-    optim_paths: Mapping[int, str],
-    model_paths: Mapping[int, str],
+    optim_paths: Mapping[int, Mapping[int, str]],
+    model_paths: Mapping[int, Mapping[int, str]],
     layers: Mapping[int, str],
     table: FileTable,
     sources: Sources,
 ) -> Tree:
     """Read the model, the optimizer and the extras of one step. ``directory``: its name in messages.
 
-    ``optim_paths``: the states of every data-parallel rank; ``model_paths``: the module states by rank, or of rank 0
-    alone (ZeRO 1 and 2); ``layers``: by number, the files of the layers of a pipeline of one stage.
+    By model-parallel rank, ``optim_paths``: the states of every data-parallel rank; ``model_paths``: the module states
+    by rank, or of rank 0 alone (ZeRO 1 and 2). ``layers``: by number, the files of the layers of a pipeline, whose
+    stages are then the model-parallel ranks.
 
     Raises SourceCorruptError if the files contradict themselves or each other, SourceUnsupportedError for states that
     are cut in an unknown way, and what ``read_archive`` raises.
     """
-    optim, module = open_files(optim_paths, table, sources), open_files(model_paths, table, sources)
+    optim, module = open_grid(optim_paths, table, sources), open_grid(model_paths, table, sources)
     stage_3 = {file.path: "fp32_flat_groups" in file.states for file in optim}
     stage_3 |= {file.path: not file_name(file.path).startswith("mp_rank_") for file in module}
     require_same(directory, [*optim, *module], lambda file: ZERO_3 if stage_3[file.path] else ZERO_1_OR_2)
     ranks = require_one_run(directory, [*optim, *module])
-    names = ({file.rank: file_name(file.path) for file in files} for files in (optim, module))
     partitioned = stage_3[optim[0].path]
-    whole = not partitioned and bool(module) and bool(module[0].root.get("module"))
-    require_all_ranks(directory, *names, per_rank=partitioned, world_size=min(ranks, _MAX_RANKS), whole_module=whole)
+    grid = required_grid(
+        directory,
+        optim_paths,
+        model_paths,
+        per_rank=partitioned,
+        world_size=min(ranks, _MAX_RANKS),
+        model_ranks=min(max(map(_model_ranks, module), default=1), _MAX_RANKS),
+        whole_module=not partitioned and len(optim_paths) == 1 and bool(module) and bool(module[0].root.get("module")),
+    )
     _require_in_files(directory, optim, sources)
-    states = ModuleStates(module, partitioned)
+    states = ModuleStates(module, partitioned, RankGrid(*grid))
     if layers:
         states = _with_layers(states, directory, layers, table, sources)
+    elif states.grid.model > 1:
+        states = replace(states, shards=shards_of_autotp(directory, states))
     return _Step(directory, optim, states, sources).tree()
+
+
+def _model_ranks(file: StepFile) -> int:
+    """The number of model-parallel ranks in a file of module states, 1 if it is not recorded."""
+    ranks = file.root.get("mp_world_size")
+    return cast(int, ranks) if is_count(ranks) else 1
 
 
 def _with_layers(
     states: ModuleStates, directory: str, layers: Mapping[int, str], table: FileTable, sources: Sources
 ) -> ModuleStates:
     """``states`` with the module of the files of a pipeline's ``layers``."""
-    root = states.first.root
-    ranks, found = root.get("mp_world_size"), None
-    if root.get("module") is not None:
+    found = None
+    if any(file.root.get("module") is not None for file in states.files):
         found = "the module in the file of module states, too"
     elif states.partitioned:
         found = "ZeRO 3, which DeepSpeed does not combine with a pipeline"
-    elif is_count(ranks) and cast(int, ranks) > 1:
-        found = f"{plural(cast(int, ranks), 'stage')} or tensor-parallel ranks"
+    for file in states.files:
+        dimensions = file.root.get("checkpoint_parallel_dimensions")
+        cut = dimensions.get("tp_degree") if isinstance(dimensions, dict) else None
+        if is_count(cut) and cast(int, cut) > 1:
+            found = f"{plural(cast(int, cut), 'tensor-parallel rank')} in each stage"
     if found is not None:
-        raise SourceUnsupportedError(
-            f"{directory} is a DeepSpeed checkpoint with files of pipeline stages, which fsdpckpt does not read",
-            details=[file_name(path) for _, path in sorted(layers.items())][:_MAX_LAYERS],
-            file=next(iter(layers.values())),
-            expected="one stage without tensor parallelism",
-            found=found,
-            why="how the tensors of these files belong together is in the code of the model, not in the files",
-            next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
-        )
-    shapes = {name: shape for group in states.groups() for name, shape in group.items()}
-    frozen, buffers = root.get("frozen_param_shapes"), root.get("buffer_names")
-    others = {*states.aliases(), *states.aliases().values(), *(frozen if isinstance(frozen, dict) else ())}
-    others.update(map(str, buffers) if isinstance(buffers, (list, tuple, set)) else ())
-    opened = open_layers(states.first, layers, shapes, {str(name) for name in others}, table, sources)
+        paths = [path for _, path in sorted(layers.items())]
+        raise unsupported(directory, "pipeline stages", paths, "without tensor parallelism", found)
+    shapes: FlatGroup = {}
+    for file in states.of_model_ranks:
+        for name, shape in ((name, shape) for group in states.groups(file) for name, shape in group.items()):
+            if shapes.setdefault(name, shape) != shape:
+                raise contradiction(file.path, f"{name} has another shape than in the first stage that has it")
+    others = {*states.aliases(), *states.aliases().values(), *states.buffers()}
+    for file in states.of_model_ranks:
+        frozen = file.root.get("frozen_param_shapes")
+        others.update(map(str, frozen) if isinstance(frozen, dict) else ())
+    opened = open_layers(states.first, layers, shapes, others, table, sources)
     pairs = [(layer.file, layer.named()) for layer in opened]
     return replace(states, layers=pairs, pipeline=module_of(opened))
 
@@ -155,6 +174,37 @@ class _RankStates:
     paddings: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One model-parallel rank: the file of its module states, the flat tensors of its data-parallel ranks, the shapes
+    of its trained parameters, and these by param group.
+    """
+
+    module: StepFile
+    flat: FlatGroups
+    shapes: FlatGroup
+    members: list[list[str]]
+
+    @property
+    def model_rank(self) -> int:
+        return self.module.model_rank
+
+
+def _members(columns: Sequence[_Column]) -> list[list[str]]:
+    """The parameters of each param group, on all model-parallel ranks. Raises SourceCorruptError unless all ranks have
+    the same number of groups.
+    """
+    first = columns[0]
+    members: list[dict[str, None]] = [{} for _ in first.members]
+    for column in columns:
+        if len(column.members) != len(members):
+            groups = plural(len(column.members), "param group")
+            raise contradiction(column.module.path, f"its optimizer has {groups}, and the first one {len(members)}")
+        for listed, names in zip(members, column.members, strict=True):
+            listed.update(dict.fromkeys(names))
+    return [list(listed) for listed in members]
+
+
 @dataclass(slots=True)
 class _Step:
     """One step while it is read."""
@@ -168,19 +218,50 @@ class _Step:
         ranks = [self._rank_states(file) for file in self.optim]
         steps = {rank.file.path: self._steps(rank) for rank in ranks}
         require_same(self.directory, self.optim, lambda file: steps[file.path])
-        groups = self.module.groups()
-        flat = self._partitions(ranks, groups)
-        shapes = {name: shape for group in groups for name, shape in group.items()}
-        merged = merge_files(self.optim, [self._named(rank, flat, shapes) for rank in ranks])
-        rest = self.module.untrained(shapes.keys() | self.module.aliases().keys())
+        columns = [self._column(file, ranks) for file in self.module.of_model_ranks]
+        partitions = Partitions(self.module.grid, self._parameters(columns))
+        for column in columns:
+            for slices in column.flat.slices:
+                partitions.add(column.model_rank, chain(*slices))
+        members = _members(columns)
+        named = [self._named(rank, columns[rank.file.model_rank], partitions, members) for rank in ranks]
+        merged = merge_files(self.optim, named)
+        trained = partitions.parameters
+        rest = self.module.untrained(trained.keys() | self.module.aliases().keys())
         model = self.module.in_order({**section_of(rest, "model"), **section_of(merged, "model")})
         root: dict[Key, Value] = {"model": model, "optimizer": section_of(merged, "optimizer")}
         tree = Tree(root, Layout.SHARDED, "deepspeed", len(self.optim))
         add_extras(tree, [rest, merged])
         layers = [file for file, _ in self.module.layers]
         add_archives(tree, [file.archive for file in (*self.optim, *self.module.files, *layers)])
-        self._describe(tree, shapes)
+        self._describe(tree, trained)
         return tree
+
+    def _column(self, module: StepFile, ranks: Sequence[_RankStates]) -> _Column:
+        """The flat tensors of one model-parallel rank, whose module states are in ``module``."""
+        groups = self.module.groups(module)
+        of_rank = [rank for rank in ranks if rank.file.model_rank == module.model_rank]
+        flat = self._partitions(of_rank, groups)
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        members = groups_by_name(of_rank[0].groups, flat.params, of_rank[0].file.path)
+        return _Column(module, flat, shapes, [cast("list[str]", group["params"]) for group in members])
+
+    def _parameters(self, columns: Sequence[_Column]) -> dict[str, Shards]:
+        """All trained parameters, with what each model-parallel rank holds of them."""
+        parameters: dict[str, Shards] = {}
+        held: dict[str, dict[int, Shard]] = {}
+        for column in columns:
+            for name, shape in column.shapes.items():
+                shards = self.module.shards.get(name)
+                if shards is None:  # it is whole, on each stage of a pipeline that has it
+                    by_rank = held.setdefault(name, {})
+                    by_rank[column.model_rank] = Shard.of_whole(shape)
+                    parameters.setdefault(name, Shards(shape, by_rank))
+                elif shards.by_rank[column.model_rank].shape != shape:
+                    raise contradiction(column.module.path, f"{name} has another shape than in {MAP_INFO}")
+                else:
+                    parameters[name] = shards
+        return parameters
 
     # The content of the files
 
@@ -259,7 +340,8 @@ class _Step:
             record = self._record(rank)
             if record is None:
                 continue
-            computed = [{part.name: (part.count, part.at) for part in group} for group in flat.slices[rank.file.rank]]
+            slices = flat.slices[rank.file.data_rank]
+            computed = [{part.name: (part.count, part.at) for part in group} for group in slices]
             if record != computed:
                 what = "its parameters are not where the shapes and the number of ranks put them"
                 raise contradiction(rank.file.path, what)
@@ -293,21 +375,25 @@ class _Step:
 
     # The ranks' files, rewritten
 
-    def _named(self, rank: _RankStates, flat: FlatGroups, shapes: FlatGroup) -> StateDict:
-        """One rank's optimizer file with parameters in place of flat tensors."""
-        slices = {part.name: part for group in flat.slices[rank.file.rank] for part in group}
+    def _named(
+        self, rank: _RankStates, column: _Column, partitions: Partitions, members: Sequence[Sequence[str]]
+    ) -> StateDict:
+        """One rank's optimizer file with parameters in place of flat tensors. ``members``: of each param group."""
+        slices = {part.name: part for group in column.flat.slices[rank.file.data_rank] for part in group}
         model: StateDict = {}
         states: StateDict = {}
-        for name, number in ((name, number) for number, group in enumerate(flat.params) for name in group):
-            model[name], entry = self._parameter(rank, number, slices.get(name), shapes[name])
+        for name, number in ((name, number) for number, group in enumerate(column.flat.params) for name in group):
+            model[name], entry = self._parameter(rank, number, name, slices.get(name), partitions)
             if entry:
                 states[name] = entry
-        groups = groups_by_name(rank.groups, flat.params, rank.file.path)
-        extra = {key: plain(value) for key, value in rank.file.states.items() if key not in DESCRIBED_STATES}
+        groups_by_name(rank.groups, column.flat.params, rank.file.path)  # each lists its flat tensors
+        groups = [{**group, "params": list(names)} for group, names in zip(rank.groups, members, strict=True)]
+        left_out = DESCRIBED_STATES | {MAP_INFO} if self.module.shards else DESCRIBED_STATES
+        extra = {key: plain(value) for key, value in rank.file.states.items() if key not in left_out}
         return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "extra": extra}
 
     def _parameter(
-        self, rank: _RankStates, number: int, place: Slice | None, shape: tuple[int, ...]
+        self, rank: _RankStates, number: int, name: str, place: Slice | None, partitions: Partitions
     ) -> tuple[Distributed, StateDict]:
         """The weight and the states of one parameter: its parts of ``rank``'s flat tensor ``number``."""
         path, weight = rank.file.path, rank.weights[number]
@@ -317,7 +403,7 @@ class _Step:
             if place is not None and place.at + place.count > stored.shape[0]:
                 flat, end = f"flat tensor {number} ({what})", place.at + place.count
                 raise contradiction(path, f"{flat} has {stored.shape[0]} elements, and {place.name} ends at {end}")
-            return distributed_slice(rank.file.rank, len(self.optim), stored, place, shape)
+            return partitions.part(rank.file.rank, rank.file.model_rank, name, stored, place)
 
         cut, states = part("fp32 weights", weight), dict(rank.states[number])
         for key, leaf in states.items():
@@ -339,10 +425,13 @@ class _Step:
 
     # Reports
 
-    def _describe(self, tree: Tree, trained: FlatGroup) -> None:
-        stage = "3" if self.module.partitioned else "1 or 2"
-        message = f"{self.directory} is a DeepSpeed ZeRO {stage} checkpoint"
-        tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{message} of {plural(len(self.optim), 'rank')}"))
+    def _describe(self, tree: Tree, trained: Collection[str]) -> None:
+        stage, grid = "3" if self.module.partitioned else "1 or 2", self.module.grid
+        message = f"{self.directory} is a DeepSpeed ZeRO {stage} checkpoint of {plural(len(self.optim), 'rank')}"
+        if grid.model > 1:
+            kind = "pipeline stage" if self.module.layers else "tensor-parallel rank"
+            message += f": {plural(grid.data, 'data-parallel rank')} of {plural(grid.model, kind)}"
+        tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         tree.notes += self.module.notes_on_copies(trained)
         if isinstance(self.optim[0].states.get("base_optimizer_state"), list):
             tree.groups_rebuilt = True

@@ -14,18 +14,18 @@ and for each whole state in the place of the parts. ``latest_universal`` names i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
-from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.readers.deepspeed.required_files import (
-    MAX_NAMES,
     OPTIMIZER_STATE,
     ZERO,
     ZERO_1_OR_2,
     ZERO_3,
-    require_all_ranks,
     require_one_save,
+    required_grid,
+    unsupported,
 )
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, claim_latest
 from fsdpckpt.storage import Entry
@@ -92,13 +92,13 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
         return _claim_zero(path, files)
     layers = sorted(filter(_LAYER.match, files))
     if layers:
-        raise _unsupported(path, "pipeline stages", layers, "without the states of ZeRO, which would name them")
+        raise unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
     if any(_MODEL.match(name) for name in files):
         zero = sources.stat(f"{path.rstrip('/')}/{ZERO}")
         if zero is not None and zero.directory:
             return _claim_universal(path, files)
     elif not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
-        require_all_ranks(path, {}, {}, per_rank=False)
+        required_grid(path, {}, {}, per_rank=False)
     return Claim()
 
 
@@ -107,7 +107,7 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
     whole = {name: match for name, match in matches.items() if match[1] is None}
     used = whole or matches  # if both exist, ZeRO 3 loads the second
     model = {int(match[1] or 0): name for name, match in used.items() if int(match[2]) == 0}
-    require_all_ranks(path, {}, model, per_rank=not whole)
+    required_grid(path, {}, {0: model}, per_rank=not whole)
     paths = {rank: files[name].path for rank, name in sorted(model.items())}
     others = [files[name].path for name, match in sorted(used.items()) if int(match[2])]
 
@@ -121,14 +121,11 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
 
 def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     names = {name for name in files if any(pattern.match(name) for pattern in (_OPTIM, _MODEL, _EXPERT, _LAYER))}
-    _require_data_parallel(path, names)
+    _refuse_others(path, names)
     optimizers, models = sorted(filter(_OPTIM.match, names)), sorted(filter(_MODEL.match, names))
     require_one_save(path, {name: _PRECISIONS[name.partition("zero_pp_rank_")[0]] for name in optimizers})
     require_one_save(path, {name: ZERO_1_OR_2 if name.startswith("mp_") else ZERO_3 for name in models})
-    optim = {int(match[1]): name for name in names if (match := _OPTIM.match(name))}
-    model = {int(match[1] or 0): name for name in names if (match := _MODEL.match(name))}
-    optim_paths = {rank: files[name].path for rank, name in sorted(optim.items())}
-    model_paths = {rank: files[name].path for rank, name in sorted(model.items())}
+    optim_paths, model_paths = _by_ranks(_OPTIM, files), _by_ranks(_MODEL, files)
     layers = {int(match[1]): files[name].path for name in sorted(names) if (match := _LAYER.match(name))}
 
     def read(table: FileTable, sources: Sources) -> Tree:
@@ -139,29 +136,24 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     return Claim([Part(path, "deepspeed", read)], names | (_SCRIPTS & files.keys()))
 
 
-def _require_data_parallel(path: str, names: set[str]) -> None:
-    """Refuse other kinds of parallelism: they cut tensors in ways that these files do not record. A pipeline of one
-    stage is not parallel.
+def _by_ranks(pattern: re.Pattern[str], files: Mapping[str, Entry]) -> dict[int, dict[int, str]]:
+    """The paths of the files whose names match ``pattern``, by model-parallel and data-parallel rank."""
+    paths: dict[int, dict[int, str]] = {}
+    for name in sorted(files):
+        match = pattern.match(name)
+        if match is not None:
+            paths.setdefault(int(match[2]), {})[int(match[1] or 0)] = files[name].path
+    return paths
+
+
+def _refuse_others(path: str, names: set[str]) -> None:
+    """Refuse kinds of parallelism that cut tensors in ways that these files do not record: experts, and the
+    tensor-parallel ranks of a pipeline.
     """
     experts = sorted(name for name in names if _EXPERT.match(name))
+    if experts:
+        raise unsupported(path, "experts", experts)
     layers = sorted(name for name in names if _LAYER.match(name))
-    others = sorted(
-        name for name in names if (match := _OPTIM.match(name) or _MODEL.match(name)) is not None and int(match[2]) > 0
-    )
-    cut = [name for name in layers if (match := _LAYER.match(name)) is not None and int(match[2] or 0) > 0]
-    numbers = {match[1] for name in layers if (match := _LAYER.match(name)) is not None}
-    stages = layers if others or cut or len(numbers) < len(layers) else []
-    for kind, files in (("experts", experts), ("pipeline stages", stages), ("tensor parallel ranks", others)):
-        if files:
-            raise _unsupported(path, kind, files)
-
-
-def _unsupported(path: str, kind: str, files: Sequence[str], more: str = "") -> SourceUnsupportedError:
-    """The error for a step with ``files`` that belong to another ``kind`` of parallelism."""
-    return SourceUnsupportedError(
-        f"{path} is a DeepSpeed checkpoint with files of {kind}{more and f' {more}'}, which fsdpckpt does not read",
-        details=files[:MAX_NAMES],
-        file=f"{path.rstrip('/')}/{files[0]}",
-        why="how the tensors of these files belong together is in the code of the model, not in the files",
-        next_step="convert it with the model's own script (ds_to_universal.py, or convert_*.py of the trainer)",
-    )
+    cut = any((match := _LAYER.match(name)) is not None and int(match[2] or 0) > 0 for name in layers)
+    if cut or len({match[1] for name in layers if (match := _LAYER.match(name))}) < len(layers):
+        raise unsupported(path, "pipeline stages", layers, "one file for each layer", "those of tensor-parallel ranks")

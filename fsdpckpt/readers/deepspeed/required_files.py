@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from shlex import quote
 
 from fsdpckpt import flags
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, to_copy
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, to_copy
+from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.text import numbers_text, plural, some_of
 
 ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and the file beside them:
 OPTIMIZER_STATE = "optimizer_state.pt"
 MAX_NAMES = 6
-_MODEL_OF_RANK = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_MODEL = "mp_rank_00_model_states.pt"
+_MODEL_OF_RANK = f"zero_pp_rank_0_{_MODEL}"
 ZERO_1_OR_2, ZERO_3 = "with ZeRO 1 or 2", "with ZeRO 3"
 
 
@@ -46,28 +49,36 @@ def _joined(names: Sequence[str]) -> str:
     )
 
 
-def require_all_ranks(
+def required_grid(
     path: str,
-    optim: Mapping[int, str],
-    model: Mapping[int, str],
+    optim: Mapping[int, Mapping[int, str]],
+    model: Mapping[int, Mapping[int, str]],
     *,
     per_rank: bool,
     world_size: int = 1,
+    model_ranks: int = 1,
     whole_module: bool = False,
-) -> None:
-    """Raises unless every rank 0 .. W - 1 has its files. ``world_size``: the smallest W that the files themselves
-    allow. ``whole_module``: whether the file of module states has the whole weights, as the model computed with them.
+) -> tuple[int, int]:
+    """The numbers of data-parallel and of model-parallel ranks. Raises unless all have their files.
+
+    ``optim``, ``model``: the names of files by model-parallel and data-parallel rank. ``per_rank``: whether each rank
+    has module states. ``world_size``, ``model_ranks``: the smallest numbers that the files themselves allow.
+    ``whole_module``: whether the file of module states has the whole weights, as the model computed with them.
     """
-    ranks = max([world_size - 1, *optim, *(model if per_rank else ())]) + 1
+    optim = {rank: {data: file_name(name) for data, name in names.items()} for rank, names in optim.items()}
+    model = {rank: {data: file_name(name) for data, name in names.items()} for rank, names in model.items()}
+    used = [*optim.values(), *(model.values() if per_rank else ())]
+    ranks = max([world_size - 1, *(rank for names in used for rank in names)]) + 1
+    count = max([model_ranks - 1, *optim, *model]) + 1
+    optim_name = next((name for names in optim.values() for name in names.values()), "")
+    model_name = _MODEL_OF_RANK if per_rank else _MODEL
     missing: list[str] = []
-    if optim:
-        example = next(iter(optim.values()))
-        missing += [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in range(ranks) if rank not in optim]
-    if per_rank:
-        example = next((name for name in model.values() if name.startswith("zero_pp_rank_")), _MODEL_OF_RANK)
-        missing += [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in range(ranks) if rank not in model]
-    elif not model:
-        missing.append("mp_rank_00_model_states.pt")
+    for model_rank in range(count):
+        files, modules = optim.get(model_rank, {}), model.get(model_rank, {})
+        if optim_name:
+            missing += [_numbered(optim_name, rank, model_rank) for rank in range(ranks) if rank not in files]
+        of_model = range(ranks) if per_rank else range(0 if modules else 1)
+        missing += [_numbered(model_name, rank, model_rank) for rank in of_model if rank not in modules]
     if missing:
         raise SourceIncompleteError(
             f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
@@ -77,8 +88,36 @@ def require_all_ranks(
             file=f"{path.rstrip('/')}/{missing[0]}",
             why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
             next_step="copy the files of all ranks into one directory",
-            alternative=_module_alone(f"{path.rstrip('/')}/{model[0]}") if whole_module else None,
+            alternative=_module_alone(f"{path.rstrip('/')}/{model[0][0]}") if whole_module else None,
         )
+    return ranks, count
+
+
+def _numbered(name: str, data_rank: int, model_rank: int) -> str:
+    """``name``, a file of one rank, as that of another is called."""
+    return re.sub(r"mp_rank_\d+", f"mp_rank_{model_rank:02}", re.sub(r"pp_rank_\d+", f"pp_rank_{data_rank}", name))
+
+
+def unsupported(
+    path: str, kind: str, files: Sequence[str], expected: str | None = None, found: str | None = None
+) -> SourceUnsupportedError:
+    """The error for a step with ``files`` that belong to a ``kind`` of parallelism."""
+    names = [file_name(file) for file in files]
+    return SourceUnsupportedError(
+        f"{path} is a DeepSpeed checkpoint with files of {kind}, which fsdpckpt does not read",
+        details=names[:MAX_NAMES],
+        file=f"{path.rstrip('/')}/{names[0]}",
+        expected=expected,
+        found=found,
+        why="how the tensors of these files belong together is in the code of the model, not in the files",
+        next_step="convert it with the model's own script (convert_*.py of the trainer)",
+    )
+
+
+def to_universal(step: str) -> str:
+    """The next step for what DeepSpeed's own program joins."""
+    command = f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {quote(step)} --output_folder universal"
+    return to_copy("let DeepSpeed join the ranks' parts, and give the directory that it makes", command)
 
 
 def _module_alone(file: str) -> str:

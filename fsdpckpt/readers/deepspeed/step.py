@@ -1,34 +1,26 @@
-"""Reads the files of one DeepSpeed step: names and shapes, buffers, frozen parameters, extras, and the place of each
-parameter in the flat tensors.
+"""Reads the files of one DeepSpeed step: names and shapes, buffers, frozen parameters, and extras.
 
 Under ZeRO 3 every rank has a file of module states, otherwise only rank 0 (``_common_checkpoint_state`` of
 ``deepspeed/runtime/engine.py``).
-
-ZeRO 1 and 2 join the parameters of a param group to one flat tensor, pad it, and cut it into equal parts, one for each
-rank (``deepspeed/runtime/zero/stage_1_and_2.py``, ``bf16_optimizer.py``). ZeRO 3 cuts every parameter by itself, into
-parts of ``ceil(numel / ranks)`` elements, and joins a rank's parts of a *sub-group* of parameters (``stage3.py``).
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from math import prod
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
-from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed, all_ranks
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
-from fsdpckpt.ir.dtypes import MAX_DIMENSIONS
-from fsdpckpt.ir.tensors import Flattened
 from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Slice, is_count, partitions_of_params
+from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions, RankGrid, Shard, Shards, whole_shard
 from fsdpckpt.readers.deepspeed.required_files import require_one_save
-from fsdpckpt.readers.flat_slices import boxes_of_range
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, file_name
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names
@@ -38,11 +30,8 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text, plural, some_of
 
 StateDict: TypeAlias = dict[Key, object]
-FlatGroup: TypeAlias = dict[str, tuple[int, ...]]
-"""The parameters of one flat tensor, in order, with their shapes."""
 
 _RANK = re.compile(r"^((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,5})(_mp_rank_\d{1,5}_(?:optim|model)_states)$")
-_MAX_ELEMENTS = 1 << 59
 _MAX_NAMES = 4
 _DESCRIBED = frozenset({
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names",
@@ -74,11 +63,6 @@ def as_mapping(value: object, path: str, what: str) -> StateDict:
     return value
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a possible number of elements of a tensor."""
-    return type(value) is int and 0 <= value < _MAX_ELEMENTS
-
-
 def plain(value: object) -> object:
     """A loss scaler as the dict of its attributes, so that it can be loaded without DeepSpeed."""
     if isinstance(value, Object) and value.function.module.startswith("deepspeed."):
@@ -86,10 +70,14 @@ def plain(value: object) -> object:
     return value
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StepFile(RankFile):
-    """One opened file of a step. ``rank``: the data-parallel rank that wrote it."""
+    """One opened file of a step. ``data_rank``, ``model_rank``: the data-parallel and the model-parallel rank that
+    wrote it; ``rank``: the number of both, see ``RankGrid``.
+    """
 
-    __slots__ = ()
+    data_rank: int = 0
+    model_rank: int = 0
 
     @property
     def path(self) -> str:
@@ -122,7 +110,7 @@ def require_one_run(directory: str, files: Sequence[StepFile]) -> int:
     require_same(directory, files, lambda file: _by_ranks(_recorded_ranks(file)))
     require_same(directory, files, _global_step)
     ranks = max(map(_recorded_ranks, files))
-    require_same(directory, files, lambda file: "by more ranks" if file.rank >= ranks > 0 else _by_ranks(ranks))
+    require_same(directory, files, lambda file: "by more ranks" if file.data_rank >= ranks > 0 else _by_ranks(ranks))
     return ranks
 
 
@@ -153,16 +141,27 @@ def _named_rank(stem: str) -> NamedRank | None:
 
 
 def open_files(paths: Mapping[int, str], table: FileTable, sources: Sources) -> list[StepFile]:
-    """The files at ``paths``, by rank. Raises what ``check_names`` and ``read_archive`` raise."""
-    check_names(paths, sources, _named_rank)
-    opened = open_ranks(paths, table, sources, alike=False)
-    return [StepFile(file.rank, file.file, file.archive) for file in opened]
+    """The files at ``paths``, by data-parallel rank. Raises what ``check_names`` and ``read_archive`` raise."""
+    return open_grid({0: paths}, table, sources)
+
+
+def open_grid(paths: Mapping[int, Mapping[int, str]], table: FileTable, sources: Sources) -> list[StepFile]:
+    """``open_files`` of several model-parallel ranks, one after the other."""
+    grid = RankGrid(0, len(paths))
+    files: list[StepFile] = []
+    for model_rank, by_data_rank in sorted(paths.items()):
+        check_names(by_data_rank, sources, _named_rank)
+        for file in open_ranks(by_data_rank, table, sources, alike=False):
+            number = grid.number(file.rank, model_rank)
+            files.append(StepFile(number, file.file, file.archive, None, file.rank, model_rank))
+    return files
 
 
 def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
     """Merge ``roots``, the state dicts of the ranks' ``files``."""
-    merge = Merge([Group(root, [file]) for file, root in zip(files, roots, strict=True)], sharded=True)
-    tree = Tree(merge.value(roots), Layout.SHARDED, "deepspeed", len(files))
+    pairs = sorted(zip(files, roots, strict=True), key=lambda pair: pair[0].rank)
+    merge = Merge([Group(root, [file]) for file, root in pairs], sharded=True)
+    tree = Tree(merge.value([root for _, root in pairs]), Layout.SHARDED, "deepspeed", len(files))
     tree.problems.extend(merge.problems)
     tree.missing.update(merge.missing)
     tree.rank_values.update(merge.rank_values)
@@ -224,29 +223,20 @@ def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
     tree.notes.extend(notes_on_dropped(archives))
 
 
-def distributed_slice(
-    rank: int, ranks: int, stored: StoredTensor, where: Slice | None, shape: tuple[int, ...]
-) -> Distributed:
-    """The part that ``rank`` of ``ranks`` holds of a parameter of ``shape``, in the flat tensor ``stored``. ``where``
-    is None if the rank holds none of it.
-    """
-    boxes: list[BoxInFile] = []
-    if where is not None:
-        boxes = boxes_of_range(shape, where.begin, where.begin + where.count, where.at - where.begin, stored)
-    world = all_ranks(ranks)
-    return Distributed("ZeRO partition", stored.dtype, shape, Flattened(), rank, world, world, tuple(boxes))
-
-
 @dataclass(frozen=True, slots=True)
 class ModuleStates:
-    """``files``: one for each rank under ZeRO 3, in which every parameter is ``partitioned``, else only rank 0's.
+    """``files``: one for each rank under ZeRO 3, in which every parameter is ``partitioned``, else only those of data
+    rank 0: one for each model-parallel rank.
 
-    ``layers``: the files of a pipeline's layers, each with its entries under the module's names; then ``files`` have no
-    module. ``pipeline``: all of these entries.
+    ``grid``: the ranks that saved. ``shards``: under AutoTP, how each parameter is cut. ``layers``: the files of a
+    pipeline's layers, each with its entries under the module's names; then ``files`` have no module. ``pipeline``: all
+    of these entries.
     """
 
     files: list[StepFile]
     partitioned: bool
+    grid: RankGrid
+    shards: Mapping[str, Shards] = field(default_factory=dict)
     layers: Sequence[tuple[StepFile, StateDict]] = ()
     pipeline: StateDict = field(default_factory=dict)
 
@@ -258,6 +248,11 @@ class ModuleStates:
     def module(self) -> StateDict:
         """The module's state dict, on rank 0."""
         return self.pipeline if self.layers else self.first.module
+
+    @property
+    def of_model_ranks(self) -> list[StepFile]:
+        """The first file of each model-parallel rank."""
+        return [file for file in self.files if not file.data_rank]
 
     def groups(self, file: StepFile | None = None) -> list[FlatGroup]:
         """The shapes of the trained parameters by flat tensor, from ``file`` (the first). Raises SourceCorruptError."""
@@ -275,14 +270,24 @@ class ModuleStates:
         """Parameters that share storage, each with the name under which it is stored. Under ZeRO 3 only rank 0 has
         them.
         """
-        shared = self.first.root.get("shared_params")
-        return {str(name): str(other) for name, other in shared.items()} if isinstance(shared, dict) else {}
+        aliases: dict[str, str] = {}
+        for file in self.of_model_ranks:
+            shared = file.root.get("shared_params")
+            if isinstance(shared, dict):
+                aliases.update({str(name): str(other) for name, other in shared.items()})
+        return aliases
+
+    def buffers(self) -> set[str]:
+        """The names of the module's buffers."""
+        listed = [file.root.get("buffer_names") for file in self.of_model_ranks]
+        return {str(name) for names in listed if isinstance(names, (list, tuple, set)) for name in names}
 
     def untrained(self, exclude: Collection[str]) -> Tree:
         """Buffers and frozen parameters as ``model``, and extras. ``exclude``: the names of the trained
         parameters and of those that share their storage.
         """
-        merged = merge_files(self.files, [self._untrained_in(file, exclude) for file in self.files])
+        fragments = self._fragments()
+        merged = merge_files(self.files, [self._untrained_in(file, exclude, fragments) for file in self.files])
         for file, entries in self.layers:  # the data of each is in its own file
             own = {name: value for name, value in entries.items() if name not in exclude}
             section_of(merged, "model").update(section_of(merge_files([file], [{"model": own}]), "model"))
@@ -304,30 +309,75 @@ class ModuleStates:
         leaves = [leaf for name in trained if isinstance(leaf := copies.get(name), StoredTensor)]
         return notes_on_copies({leaf.dtype.name for leaf in leaves} - {dtype}, dtype)
 
-    def _untrained_in(self, file: StepFile, exclude: Collection[str]) -> StateDict:
+    def _untrained_in(self, file: StepFile, exclude: Collection[str], fragments: _Fragments) -> StateDict:
         root = file.root
-        frozen, shapes = root.get("frozen_param_fragments"), root.get("frozen_param_shapes")
-        parts: dict[Key, object] = {}
-        if isinstance(frozen, dict) and isinstance(shapes, dict) and self.partitioned:
-            for name, leaf in frozen.items():
-                parts[name] = self._frozen(file, str(name), leaf, size_of(shapes.get(name)))
-        module = {} if self.layers else file.module
-        model = {name: parts.get(name, value) for name, value in module.items() if name not in exclude}
-        extra = {key: plain(value) for key, value in root.items() if key not in _DESCRIBED}
+        model: StateDict = {}
+        for name, value in ({} if self.layers else file.module).items():
+            if name in exclude:
+                continue
+            slices = fragments.slices.get((file.rank, str(name)))
+            shards = self.shards.get(str(name))
+            if slices is not None:
+                model[name] = fragments.partitions.part(file.rank, file.model_rank, str(name), *slices)
+            elif shards is not None:
+                stored = _shard_in(file, str(name), value, shards)
+                model[name] = whole_shard(self.grid, file.rank, file.model_rank, shards, stored)
+            else:
+                model[name] = value
+        described = _DESCRIBED | {MAP_INFO} if self.shards else _DESCRIBED
+        extra = {key: plain(value) for key, value in root.items() if key not in described}
         if extra.get("optimizer") is None:  # ZeRO leaves it empty; anything else is the user's own
             extra.pop("optimizer", None)
         return {"model": model, "extra": extra}
 
-    def _frozen(self, file: StepFile, name: str, leaf: object, shape: tuple[int, ...] | None) -> Distributed:
-        """A frozen parameter under ZeRO 3, joined from the ranks' parts."""
-        ranks = len(self.files)
-        if not isinstance(leaf, StoredTensor) or len(leaf.shape) != 1 or shape is None:
-            raise contradiction(file.path, f"the frozen parameter {name} is not a flat tensor with a shape")
-        try:
-            flat = partitions_of_params([{name: shape}], [[leaf.shape[0]]] * ranks)
-        except PartitionError as error:
-            raise contradiction(file.path, str(error)) from None
-        return distributed_slice(file.rank, ranks, leaf, flat.slices[file.rank][0][0], shape)
+    def _fragments(self) -> _Fragments:
+        """The frozen parameters under ZeRO 3, of which each rank has a part."""
+        parameters: dict[str, Shards] = {}
+        found: dict[tuple[int, str], tuple[StoredTensor, Slice | None]] = {}
+        for file in self.files if self.partitioned else ():
+            frozen, shapes = file.root.get("frozen_param_fragments"), file.root.get("frozen_param_shapes")
+            if not isinstance(frozen, dict) or not isinstance(shapes, dict):
+                continue
+            for key, leaf in frozen.items():
+                name, shape = str(key), size_of(shapes.get(key))
+                if not isinstance(leaf, StoredTensor) or len(leaf.shape) != 1 or shape is None:
+                    raise contradiction(file.path, f"the frozen parameter {name} is not a flat tensor with a shape")
+                shards = self.shards.get(name, Shards(shape, {file.model_rank: Shard.of_whole(shape)}))
+                if shards.by_rank[file.model_rank].shape != shape:
+                    raise contradiction(file.path, _other_shape(name, shape, shards.by_rank[file.model_rank]))
+                parameters.setdefault(name, shards)
+                try:
+                    flat = partitions_of_params([{name: shape}], [[leaf.shape[0]]] * self.grid.data)
+                except PartitionError as error:
+                    raise contradiction(file.path, str(error)) from None
+                found[file.rank, name] = leaf, flat.slices[file.data_rank][0][0]
+        partitions = Partitions(self.grid, parameters)
+        model_ranks = {file.rank: file.model_rank for file in self.files}
+        for (rank, _), (_, part) in found.items():
+            partitions.add(model_ranks[rank], [part] if part is not None else [])
+        return _Fragments(partitions, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fragments:
+    """The parts of frozen parameters, by rank and name: the flat tensor, and what it is of the parameter."""
+
+    partitions: Partitions
+    slices: dict[tuple[int, str], tuple[StoredTensor, Slice | None]]
+
+
+def _shard_in(file: StepFile, name: str, value: object, shards: Shards) -> StoredTensor:
+    """``value``, the shard of a parameter in the module of ``file``. Raises SourceCorruptError."""
+    shard = shards.by_rank[file.model_rank]
+    if not isinstance(value, StoredTensor):
+        raise contradiction(file.path, f"{name} is not a tensor")
+    if value.shape != shard.shape:
+        raise contradiction(file.path, _other_shape(name, value.shape, shard))
+    return value
+
+
+def _other_shape(name: str, shape: tuple[int, ...], shard: Shard) -> str:
+    return f"{name} has the shape {list(shape)}, and {list(shard.shape)} in {MAP_INFO}"
 
 
 def _shapes_in(group: object, path: str) -> FlatGroup:
@@ -338,122 +388,3 @@ def _shapes_in(group: object, path: str) -> FlatGroup:
             raise contradiction(path, f"param_shapes has {name!r} with an impossible shape")
         shapes[name] = shape
     return shapes
-
-
-class PartitionError(Exception):
-    """Describes how the files of the ranks contradict themselves or each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Elements ``begin`` .. ``begin + count`` of the parameter ``name``, flattened, at element ``at`` of a rank's flat
-    tensor."""
-
-    name: str
-    begin: int
-    count: int
-    at: int
-
-
-@dataclass(slots=True)
-class FlatGroups:
-    """Flat tensors 0 .. n - 1 of every rank. ``params``: the parameters of each, in order. ``slices``: by rank, then by
-    number, the slices in it.
-    """
-
-    params: list[list[str]]
-    slices: list[list[list[Slice]]]
-
-
-def _numels(shapes: FlatGroup) -> dict[str, int]:
-    for name, shape in shapes.items():
-        if len(shape) > MAX_DIMENSIONS or prod(shape) >= _MAX_ELEMENTS:
-            raise PartitionError(f"the shape of {name} is {list(shape)}")
-    return {name: prod(shape) for name, shape in shapes.items()}
-
-
-def partitions_of_groups(
-    groups: Sequence[FlatGroup], gaps: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]
-) -> FlatGroups:
-    """ZeRO 1 and 2. ``groups``: the shape of every parameter, by param group, in the order of the flat tensors.
-    ``gaps``: the elements of padding after each parameter, by group; [] for none. ``lengths``: by rank and group, the
-    elements of the rank's part, padding included. Raises PartitionError.
-    """
-    counts = {len(rank_lengths) for rank_lengths in lengths}
-    if counts != {len(groups)}:
-        tensors = " or ".join(map(str, sorted(counts)))
-        raise PartitionError(f"it has {tensors} flat tensors, and the module has {plural(len(groups), 'group')}")
-    result = FlatGroups([list(group) for group in groups], [[] for _ in lengths])
-    for number, (shapes, padding) in enumerate(zip(groups, gaps, strict=True)):
-        numels = _numels(shapes)
-        parts = {rank_lengths[number] for rank_lengths in lengths}
-        if len(parts) > 1 or (padding and len(padding) != len(numels)):
-            raise PartitionError(f"the parts of flat tensor {number} have {sorted(parts)} elements")
-        (part,) = parts
-        starts: dict[str, int] = {}
-        total = 0
-        for name, gap in zip(numels, padding or [0] * len(numels), strict=True):
-            starts[name] = total
-            total += numels[name] + gap
-        if total > part * len(lengths):
-            raise PartitionError(
-                f"flat tensor {number} has {part * len(lengths)} elements, and its parameters take {total}"
-            )
-        for rank, slices in enumerate(result.slices):
-            begin, end = rank * part, (rank + 1) * part
-            slices.append([])
-            for name, start in starts.items():
-                low, high = max(start, begin), min(start + numels[name], end)
-                if low < high:
-                    slices[-1].append(Slice(name, low - start, high - low, low - begin))
-    return result
-
-
-def optimizer_order(names: Sequence[str], ranks: int) -> list[str]:
-    """The parameters of a group in the order in which the optimizer lists them, from their order in its flat tensor.
-
-    ``round_robin_gradients`` deals them to the ranks in turn and joins each rank's
-    (``DeepSpeedZeroOptimizer._round_robin_reorder``).
-    """
-    order = [index for rank in range(ranks) for index in range(rank, len(names), ranks)]
-    return [name for _, name in sorted(zip(order, names, strict=True))]
-
-
-def partitions_of_params(shapes: Iterable[FlatGroup], lengths: Sequence[Sequence[int]]) -> FlatGroups:
-    """ZeRO 3. ``shapes``: of every parameter, in the order of the sub-groups. ``lengths``: by rank, the elements of
-    each of its flat tensors, one a sub-group. Raises PartitionError.
-    """
-    numels = _numels({name: shape for group in shapes for name, shape in group.items()})
-    ranks = len(lengths)
-    if any(list(of_rank) != list(lengths[0]) for of_rank in lengths):
-        raise PartitionError("the flat tensors of the ranks do not have the same lengths")
-    parts = {name: -(-numel // ranks) for name, numel in numels.items()}
-    remaining, ends = deque(numels), list(lengths[0])
-    placed: list[list[tuple[str, int]]] = []
-    for end in ends:
-        placed.append([])
-        at = 0
-        while remaining and at + parts[remaining[0]] <= end:
-            placed[-1].append((remaining[0], at))
-            at += parts[remaining.popleft()]
-        if remaining and at < end:
-            break
-    if remaining:
-        raise PartitionError(f"{remaining[0]} does not fit into the flat tensors, which have {ends} elements")
-    used = [sum(parts[name] for name, _ in group) for group in placed or [[]]]
-    if used != ends:
-        raise PartitionError(f"the parameters take {used} elements of the flat tensors, which have {ends}")
-    slices = [
-        [[_slice_of_rank(name, numels[name], ranks, rank, at) for name, at in group] for group in placed]
-        for rank in range(ranks)
-    ]
-    return FlatGroups([[name for name, _ in group] for group in placed], slices)
-
-
-def _slice_of_rank(name: str, numel: int, ranks: int, rank: int, at: int) -> Slice:
-    """The part of one parameter that ``rank`` holds under ZeRO 3. If it does not divide evenly, the last parts are
-    padding.
-    """
-    part = -(-numel // ranks)
-    begin = min(rank * part, numel)
-    return Slice(name, begin, min(part, numel - begin), at)

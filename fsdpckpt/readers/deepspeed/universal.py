@@ -22,10 +22,11 @@ from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.readers.deepspeed.partitions import FlatGroup
+from fsdpckpt.readers.deepspeed.pieces import RankGrid
 from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
 from fsdpckpt.readers.deepspeed.required_files import OPTIMIZER_STATE, ZERO
 from fsdpckpt.readers.deepspeed.step import (
-    FlatGroup,
     ModuleStates,
     StepFile,
     add_archives,
@@ -103,7 +104,7 @@ def read_universal(
     """
     sources.prefetch_ends([*model.values(), *others])
     partitioned = not file_name(next(iter(model.values()))).startswith("mp_rank_")
-    module = ModuleStates(open_files(model, table, sources), partitioned)
+    module = ModuleStates(open_files(model, table, sources), partitioned, RankGrid(len(model)))
     more = [file for path in others for file in open_files({0: path}, table, sources)]
     require_one_run(directory, [*module.files, *more])
     return _Universal(directory, f"{directory.rstrip('/')}/{ZERO}", module, more, table, sources).tree()

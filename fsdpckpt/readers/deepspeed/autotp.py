@@ -1,0 +1,232 @@
+"""Reads how AutoTP cut the parameters of a model among tensor-parallel ranks.
+
+``universal_checkpoint_info.affine_map`` of a file of module states has for each parameter its whole shape, and for each
+rank the *pieces* of its shard: the size of a block, and its first element and strides in the parameter (``source``) and
+in the shard (``dest``) (``deepspeed/checkpoint/affine.py``, ``collect_autotp_universal_checkpoint_info`` of
+``deepspeed/module_inject/layers.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TypeAlias, cast
+
+from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.ir.coverage import flaws
+from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
+from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
+from fsdpckpt.ir.values import Key, Value, equal
+from fsdpckpt.readers.deepspeed.partitions import MAX_ELEMENTS, is_count
+from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Piece, Shard, Shards
+from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, to_universal, unsupported
+from fsdpckpt.readers.deepspeed.step import ModuleStates, StateDict, contradiction
+
+Shape: TypeAlias = tuple[int, ...]
+
+_AFFINE_MAP = "affine_map"
+_REASONS = "autotp_unsupported_parameter_patterns"
+_VERSION = 1  # of the map
+_MAX_PIECES = 1 << 12  # of one shard: fused weights have three, CodeGen's a few for each rank
+_ANCHORS = ("^", "$")
+_PLAIN = frozenset("_/:,@=<>!\"'%`;")  # what ``re.escape`` leaves as it is, beside letters and digits
+
+
+class MapError(Exception):
+    """Describes why a map does not say how the shards of a parameter belong together."""
+
+
+def shards_of_autotp(directory: str, module: ModuleStates) -> dict[str, Shards]:
+    """How every parameter of ``module``, which tensor-parallel ranks saved, is cut.
+
+    Raises SourceUnsupportedError that lists the parameters of which the files do not say it, SourceCorruptError if the
+    files of two ranks say different things.
+    """
+    info = _info(directory, module)
+    try:
+        maps = _maps_by_name(info)
+    except MapError as error:
+        raise _undescribed(directory, module, info, str(error)) from None
+    names = _parameters(module)
+    shards: dict[str, Shards] = {}
+    unknown: list[str] = []
+    for name in names:
+        try:
+            if name not in maps:
+                raise MapError(_reason(info, name))
+            shards[name] = _shards(maps[name], module.grid.model)
+        except MapError as error:
+            unknown.append(f"{name}: {error}")
+    if unknown:
+        raise SourceUnsupportedError(
+            f"{directory}: nothing says how {len(unknown)} of {len(names)} parameters are cut among "
+            f"{module.grid.model} tensor-parallel ranks",
+            details=unknown,
+            most_shown=MAX_NAMES,
+            file=module.first.path,
+            key=unknown[0].partition(": ")[0],
+            why=f"{MAP_INFO}.{_AFFINE_MAP} has no blocks of theirs, and a guess would give other weights",
+            next_step="load it with the job that saved it, and save the gathered model (save_16bit_model)",
+        )
+    return shards
+
+
+def _info(directory: str, module: ModuleStates) -> StateDict:
+    """``universal_checkpoint_info``, which all ranks have."""
+    found = [file.root.get(MAP_INFO) for file in module.files]
+    first = found[0]
+    for file, info in zip(module.files, found, strict=True):
+        if not equal(cast(Value, info), cast(Value, first)):
+            raise contradiction(file.path, f"its {MAP_INFO} is not that of the first rank")
+    if isinstance(first, dict):
+        return first
+    paths = [file.path for file in module.of_model_ranks]
+    raise unsupported(directory, "tensor parallel ranks", paths, f"with {MAP_INFO}", "none in the files")
+
+
+def _undescribed(directory: str, module: ModuleStates, info: StateDict, what: str) -> SourceUnsupportedError:
+    """The error for files with ``universal_checkpoint_info`` that does not say by blocks how parameters are cut."""
+    paths = [file.path for file in module.of_model_ranks]
+    error = unsupported(directory, "tensor parallel ranks", paths, f"{MAP_INFO}.{_AFFINE_MAP}", what)
+    if info.get(_AFFINE_MAP) is None and not module.partitioned:  # patterns of names, by which it joins
+        error.next_step = to_universal(directory)
+    return error
+
+
+def _parameters(module: ModuleStates) -> list[str]:
+    """All parameters, trained or frozen, under the name with which each is stored."""
+    buffers, aliases = module.buffers(), module.aliases()
+    names: dict[str, None] = {}
+    for file in module.of_model_ranks:
+        for group in module.groups(file):
+            names.update(dict.fromkeys(group))
+        names.update({str(name): None for name in file.module if name not in buffers and name not in aliases})
+        frozen = file.root.get("frozen_param_shapes")
+        names.update({str(name): None for name in frozen} if isinstance(frozen, dict) else {})
+    return list(names)
+
+
+def _reason(info: StateDict, name: str) -> str:
+    """Why a parameter has no map, as DeepSpeed says it."""
+    reasons = info.get(_REASONS)
+    for pattern, reason in reasons.items() if isinstance(reasons, dict) else ():
+        if _name_of(pattern) == name:
+            return str(reason)[:200]
+    return "not recorded"
+
+
+def _maps_by_name(info: Mapping[Key, object]) -> dict[str, object]:
+    """The maps of ``universal_checkpoint_info`` by the name of the parameter. Raises MapError.
+
+    A pattern is the name of one parameter, between ``^`` and ``$`` and escaped. No pattern is ever matched.
+    """
+    found = info.get(_AFFINE_MAP)
+    if not isinstance(found, dict) or not isinstance(found.get("params"), dict):
+        raise MapError(f"it has no {_AFFINE_MAP}")
+    if found.get("version") != _VERSION:
+        raise MapError(f"its {_AFFINE_MAP} has version {found.get('version')!r}, and {_VERSION} is known")
+    maps: dict[str, object] = {}
+    for pattern, of_parameter in found["params"].items():
+        name = _name_of(pattern)
+        if name is None or name in maps:
+            raise MapError(f"its {_AFFINE_MAP} has {pattern!r}, which is not the name of one parameter")
+        maps[name] = of_parameter
+    return maps
+
+
+def _name_of(pattern: object) -> str | None:
+    """The one name that a pattern made by ``re.escape`` stands for, None if it is no such pattern."""
+    if not isinstance(pattern, str) or pattern[:1] != _ANCHORS[0] or pattern[-1:] != _ANCHORS[1]:
+        return None
+    parts: list[str] = []
+    escaped = False
+    for character in pattern[1:-1]:
+        plain = character.isalnum() or character in _PLAIN
+        if escaped and character.isalnum():
+            return None  # a class of characters
+        if not escaped and character != "\\" and not plain:
+            return None  # it stands for something else
+        escaped = character == "\\" and not escaped
+        if not escaped:
+            parts.append(character)
+    return None if escaped else "".join(parts)
+
+
+def _shards(entry: object, model_ranks: int) -> Shards:
+    """The shards of one parameter on ``model_ranks`` tensor-parallel ranks, from its map. Raises MapError."""
+    shape = _extents(_field(entry, "logical_shape"))
+    ranks = _field(entry, "ranks")
+    if not isinstance(ranks, dict) or set(ranks) != set(range(model_ranks)):
+        raise MapError(f"it describes the ranks {list(ranks) if isinstance(ranks, dict) else ranks!r}"[:200])
+    return Shards(shape, {rank: _shard(of_rank, shape) for rank, of_rank in sorted(ranks.items())})
+
+
+def _shard(entry: object, whole: Shape) -> Shard:
+    shape = _extents(_field(entry, "shard_shape"))
+    entries = _field(entry, "pieces")
+    if not isinstance(entries, (list, tuple)) or len(entries) > _MAX_PIECES or len(shape) != len(whole):
+        raise MapError("it has no list of pieces of the parameter's number of dimensions")
+    pieces = tuple(_piece(each, shape, whole) for each in entries)
+    boxes = [piece.shard for piece in pieces if piece.shard.numel]
+    # Equal boxes count as replicas there; here each element of the shard is in one piece.
+    if sum(box.numel for box in boxes) != prod(shape) or (boxes and not _tile(boxes, shape)):
+        raise MapError(f"its pieces do not fill a shard of shape {list(shape)}")
+    return Shard(shape, tuple(piece for piece in pieces if piece.shard.numel))
+
+
+def _tile(boxes: Sequence[Box], shape: Shape) -> bool:
+    zeros = [0] * len(boxes)
+    starts, sizes = [box.offsets for box in boxes], [box.sizes for box in boxes]
+    chunks = Chunks.rows(ndim=len(shape), rank=zeros, file=zeros, offset=zeros, start=starts, size=sizes)
+    return not flaws(Tensor(DTYPES["uint8"], shape, chunks))
+
+
+def _piece(entry: object, shard: Shape, whole: Shape) -> Piece:
+    sizes = _extents(_field(entry, "shape"))
+    if isinstance(entry, dict) and entry.get("scale", 1.0) != 1.0:
+        raise MapError(f"its shards hold a block multiplied by {entry['scale']!r}")
+    if len(sizes) != len(whole):
+        raise MapError(f"a piece has {len(sizes)} dimensions, and the parameter {len(whole)}")
+    boxes = []
+    for side, shape in (("dest", shard), ("source", whole)):
+        place = _field(entry, side)
+        if not isinstance(place, (list, tuple)) or len(place) != 2:
+            raise MapError(f"a piece has no place in the {'shard' if side == 'dest' else 'parameter'}")
+        boxes.append(_box(sizes, place[0], place[1], shape))
+    return Piece(*boxes)
+
+
+def _box(sizes: Shape, first: object, strides: object, shape: Shape) -> Box:
+    """The box of ``shape`` whose first element has the number ``first``. Raises MapError for anything but a box."""
+    if not is_count(first) or not isinstance(first, int) or _extents(strides) is None:
+        raise MapError("the place of a piece is no number of elements")
+    rows = contiguous_stride(shape)
+    own = _extents(strides)
+    if not prod(sizes):
+        return Box((0,) * len(shape), sizes)
+    if len(own) != len(shape) or any(
+        size > 1 and step != row for size, step, row in zip(sizes, own, rows, strict=True)
+    ):
+        raise MapError("a piece is not a block of rows and columns")
+    starts, rest = [], first
+    for row in rows:
+        start, rest = divmod(rest, row)
+        starts.append(start)
+    if any(start + size > extent for start, size, extent in zip(starts, sizes, shape, strict=True)):
+        raise MapError(f"a piece ends outside of the shape {list(shape)}")
+    return Box(tuple(starts), sizes)
+
+
+def _field(entry: object, name: str) -> object:
+    if not isinstance(entry, dict) or name not in entry:
+        raise MapError(f"it has no {name}")
+    return entry[name]
+
+
+def _extents(value: object) -> Shape:
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_DIMENSIONS or not all(map(is_count, value)):
+        raise MapError(f"{value!r} is no shape"[:200])
+    shape = tuple(map(int, value))
+    if prod(shape) >= MAX_ELEMENTS:
+        raise MapError(f"{list(shape)} is no shape")
+    return shape

@@ -1,0 +1,206 @@
+"""Makes checkpoints of models that are parallel in other ways than ZeRO's, by DeepSpeed 0.19 on 4 CPU ranks.
+
+``torchrun --nproc-per-node 4 -m tests.golden.deepspeed.parallel pipeline DIR '{"zero_optimization": {"stage": 1}}'``
+trains two pipeline stages of two data-parallel ranks; ``autotp`` two tensor-parallel ranks instead. Then
+``python -m tests.golden.deepspeed.parallel truth DIR`` keeps in ``DIR/truth.pt`` what DeepSpeed's own
+``ds_to_universal.py`` makes of every parameter and state, and the values that were never trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.golden.deepspeed.make import without_compiler
+
+WORDS = 13
+USUAL = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+UNTRAINED = "untrained.pt"
+
+
+class Words(nn.Module):
+    """Embeddings, which the last layer of the pipeline shares, and a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.e = nn.Embedding(WORDS, width)
+        self.register_buffer("scale", torch.randn(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.e(tokens)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.l, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.register_buffer("count", torch.arange(4))
+        self.l.weight.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.l(self.norm(x)))
+
+
+class Block(nn.Module):
+    """A fused weight, and an inner width that two ranks cannot halve."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(torch.tanh(query) * key + value)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 10)
+        self.blocks = nn.ModuleList([Block(10, 7), Block(10, 7)])
+        self.head = nn.Linear(10, WORDS, bias=False)
+        self.scale = nn.Parameter(torch.randn(1))
+        self.register_buffer("mask", torch.randn(3, 3))
+        self.blocks[1].out.weight.requires_grad_(False)  # type: ignore[union-attr]
+        self.blocks[1].norm.bias.requires_grad_(False)  # type: ignore[union-attr]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * (1 + self.scale)
+
+
+AUTOTP = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1], "partition_dim": 0},
+        {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.(out|down)\.weight$"], "partition_type": "row"},
+    ],
+}
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().view(-1, WORDS), tokens.view(-1))
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    """Two param groups. Every rank makes it, of the parameters that it has."""
+    trained = [param for param in net.parameters() if param.requires_grad]
+    matrices = [param for param in trained if param.ndim > 1]
+    vectors = [param for param in trained if param.ndim <= 1]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=1e-2)
+
+
+def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        tokens = torch.randint(0, WORDS, (2, 5), generator=generator)
+        yield tokens, tokens
+
+
+def pipeline(config: dict[str, Any]) -> Any:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    def tied(**more: Any) -> Any:
+        return TiedLayerSpec("embed", Words, 7, tied_weight_attr="e.weight", **more)
+
+    layers = [
+        tied(),
+        LayerSpec(Layer, 7),
+        lambda x: x * 1.5,
+        LayerSpec(Layer, 7, frozen=True),
+        LayerSpec(Layer, 7),
+        LayerSpec(nn.LayerNorm, 7),
+        tied(forward_fn=lambda words, x: x @ words.e.weight.t()),
+    ]
+    net = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+    settings = {**USUAL, "gradient_accumulation_steps": 2, **config}
+    engine = deepspeed.initialize(model=net, optimizer=adam(net), config=settings)[0]
+    data = batches(engine.grid.get_data_parallel_rank())
+    for _ in range(3):
+        engine.train_batch(data)
+    return engine
+
+
+def autotp(config: dict[str, Any]) -> Any:
+    import deepspeed
+    from deepspeed.utils import groups
+
+    net = Net()
+    settings = {**USUAL, "tensor_parallel": {"autotp_size": 2, "partition_config": AUTOTP}, **config}
+    engine = deepspeed.initialize(model=net, optimizer=adam(net), config=settings)[0]
+    data = batches(groups.get_data_parallel_rank())
+    for _ in range(3):
+        tokens, _ = next(data)
+        engine.backward(loss_of(engine(tokens), tokens))
+        engine.step()
+    return engine
+
+
+def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    without_compiler()
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    first = Net()  # the values that AutoTP cuts, and never trains
+    torch.manual_seed(0)
+    engine = pipeline(config) if kind == "pipeline" else autotp(config)
+    engine.save_checkpoint(str(directory), tag="global_step3", client_state={"epoch": 3})
+    module = engine.module if kind == "pipeline" else first
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    untrained = {name: value.clone() for name, value in module.state_dict().items() if name not in trained}
+    by_rank: list[Any] = [None] * engine.world_size
+    torch.distributed.all_gather_object(by_rank, untrained)
+    if engine.global_rank == 0:
+        # A tied layer is only saved by its first stage: the others' buffers are their own.
+        values = {name: value for of_rank in reversed(by_rank) for name, value in of_rank.items()}
+        torch.save(values, directory / UNTRAINED)
+    torch.distributed.barrier()
+    os._exit(0)  # DeepSpeed's threads do not always end
+
+
+def truth(directory: Path) -> None:
+    """Keep what DeepSpeed's own program joins. It checks that every pattern was used, those of frozen weights, too."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.checkpoint import ds_to_universal
+
+    params: dict[str, dict[str, torch.Tensor]] = {}
+    with TemporaryDirectory() as made:
+        step, one = str(directory / "global_step3"), ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        sys.argv = ["", "--input_folder", step, "--output_folder", made, "--inject_missing_state", "--no_strict", *one]
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+        for file in Path(made, "zero").glob("*/*.pt"):
+            value = torch.load(file, weights_only=False)
+            value = torch.as_tensor(value["param"] if isinstance(value, dict) else value).clone()
+            params.setdefault(file.parent.name, {})[file.stem] = value
+    untrained = torch.load(directory / UNTRAINED)
+    torch.save({"params": params, "untrained": untrained}, directory / "truth.pt")
+    for name in (UNTRAINED, "zero_to_fp32.py", "zero_to_torch.py"):
+        (directory / name).unlink()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "truth":
+        truth(Path(sys.argv[2]))
+    else:
+        train(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))

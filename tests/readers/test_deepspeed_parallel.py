@@ -1,0 +1,372 @@
+"""DeepSpeed's pipeline stages and AutoTP's tensor-parallel ranks: checkpoints that DeepSpeed saved, and shards that
+``torch.as_strided`` cuts as AutoTP's maps say."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import tarfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpckpt
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from tests.readers.contents import opened, same_values
+from tests.readers.junk import refusals, save
+from tests.readers.test_deepspeed import GOLDEN
+
+NAMES = ["pipeline", "autotp-zero1", "autotp-zero3"]
+each = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("parallel")
+    for name in NAMES:
+        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+            archive.extractall(top, filter="data")
+        (top / name / "truth.pt").rename(top / f"{name}.pt")
+    return top
+
+
+@each
+def test_every_value_is_what_deepspeeds_own_program_joins(name: str, runs: Path, tmp_path: Path) -> None:
+    """Parameters and states of ``ds_to_universal.py``; frozen ones and buffers as the module had them."""
+    truth = torch.load(runs / f"{name}.pt")
+    fsdpckpt.convert(str(runs / name), str(tmp_path / "full.pt"))
+    state = torch.load(tmp_path / "full.pt")
+    assert set(state["model"]) == {*truth["params"], *truth["untrained"]}
+    trained = {key: of for key, of in truth["params"].items() if "exp_avg" in of}
+    assert set(state["optimizer"]["state"]) == set(trained) == set(truth["params"]) - set(truth["untrained"])
+    for key, expected in trained.items():
+        assert torch.equal(state["model"][key].flatten(), expected.pop("fp32").flatten()), key
+        for moment, value in expected.items():
+            assert torch.equal(state["optimizer"]["state"][key][moment].flatten(), value.flatten()), (key, moment)
+        assert state["optimizer"]["state"][key]["exp_avg"].shape == state["model"][key].shape
+        assert state["optimizer"]["state"][key]["step"] == 3
+    for key, value in truth["untrained"].items():
+        assert torch.equal(state["model"][key], value.to(state["model"][key].dtype)), key
+    matrices, vectors = (group["params"] for group in state["optimizer"]["param_groups"])
+    assert sorted([*matrices, *vectors]) == sorted(trained)
+    assert {state["model"][key].ndim > 1 for key in matrices} == {True}
+    assert {state["model"][key].ndim > 1 for key in vectors} == {False}
+    assert state["epoch"] == 3 and "universal_checkpoint_info" not in state
+
+
+@each
+def test_verify_and_the_way_through_dcp_find_the_same_values(name: str, runs: Path, tmp_path: Path) -> None:
+    assert not fsdpckpt.verify(str(runs / name)).problems
+    fsdpckpt.convert(str(runs / name), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=3)
+    assert fsdpckpt.diff(str(runs / name), str(tmp_path / "dcp")).same
+    assert all(file.fate == "read" for file in opened(runs / name).ledger.account.files)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("pipeline", "pipeline stages"), ("autotp-zero3", "tensor-parallel ranks")])
+def test_inspect_says_of_which_ranks_it_is(name: str, kind: str, runs: Path) -> None:
+    evidence = [each.message for each in opened(runs / name).ledger.evidence]
+    assert any(f"of 4 ranks: 2 data-parallel ranks of 2 {kind}" in message for message in evidence)
+
+
+@each
+def test_a_rank_that_is_missing_is_named(name: str, runs: Path, tmp_path: Path) -> None:
+    step = tmp_path / "step"
+    for file in sorted((runs / name / "global_step3").iterdir()):
+        if "mp_rank_01" not in file.name or "pp_rank_1" in file.name:
+            step.mkdir(exist_ok=True)
+            (step / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(SourceIncompleteError) as error:
+        opened(step)
+    assert any("zero_pp_rank_0_mp_rank_01_optim_states.pt" in missing for missing in error.value.details)
+    for file in sorted(step.glob("*mp_rank_01*")):
+        file.unlink()
+    with pytest.raises(SourceIncompleteError, match="mp_rank_01") as error:  # the number is in the other files
+        opened(step)
+    assert len(error.value.details) == (4 if name == "autotp-zero3" else 3)
+
+
+# Maps
+
+
+def strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+Segments = list[tuple[int, list[int] | None]]
+"""Of one dimension: each a size and the ranks' widths, None for one that every rank has."""
+
+
+def by_segments(shape: Sequence[int], dim: int, segments: Segments, ranks: int) -> dict[str, Any]:
+    """The map that ``deepspeed.checkpoint.affine`` makes of a weight that is fused of ``segments``."""
+    result: dict[str, Any] = {"logical_shape": list(shape), "ranks": {}}
+    for rank in range(ranks):
+        extent = sum(size if widths is None else widths[rank] for size, widths in segments)
+        shard = [extent if axis == dim else size for axis, size in enumerate(shape)]
+        pieces, source, dest = [], 0, 0
+        for size, widths in segments:
+            width = size if widths is None else widths[rank]
+            start = source + (0 if widths is None else sum(widths[:rank]))
+            pieces.append({
+                "shape": [width if axis == dim else size for axis, size in enumerate(shape)],
+                "source": [start * strides(shape)[dim], strides(shape)],
+                "dest": [dest * strides(shard)[dim], strides(shard)],
+                "locations": list(range(ranks)) if widths is None else [rank],
+            })  # fmt: skip
+            source, dest = source + size, dest + width
+        result["ranks"][rank] = {"shard_shape": shard, "pieces": pieces}
+    return result
+
+
+def whole(shape: Sequence[int], ranks: int) -> dict[str, Any]:
+    return by_segments(shape, 0, [(shape[0], None)], ranks)
+
+
+def blocks(shape: Sequence[int], dim: int, of_ranks: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
+    """The map of a weight of which each rank has scattered blocks, as CodeGen's and Yuan's."""
+    result: dict[str, Any] = {"logical_shape": list(shape), "ranks": {}}
+    for rank, numbers in enumerate(of_ranks):
+        shard = [size * len(numbers) if axis == dim else extent for axis, extent in enumerate(shape)]
+        block = [size if axis == dim else extent for axis, extent in enumerate(shape)]
+        result["ranks"][rank] = {
+            "shard_shape": shard,
+            "pieces": [
+                {
+                    "shape": block,
+                    "source": [number * size * strides(shape)[dim], strides(shape)],
+                    "dest": [at * size * strides(shard)[dim], strides(shard)],
+                    "locations": [rank],
+                }
+                for at, number in enumerate(numbers)
+            ],
+        }
+    return result
+
+
+MAPS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "embed.weight": whole((11, 6), 2),
+        "column": by_segments((7, 5), 0, [(7, [4, 3])], 2),
+        "row": by_segments((3, 7), 1, [(7, [4, 3])], 2),
+        "qkv-fused": by_segments((15, 4), 0, [(7, [4, 3]), (4, [2, 2]), (4, [2, 2])], 2),
+        "none": by_segments((1, 5), 0, [(1, [1, 0])], 2),
+        "bigcode": by_segments((10, 3), 0, [(7, [4, 3]), (3, None)], 2),  # every rank has the keys and values
+        "bigcode.bias": by_segments((10,), 0, [(7, [4, 3]), (3, None)], 2),
+        "codegen": blocks((12, 3), 0, [[0, 2, 5], [1, 3, 4]], 2),
+        "yuan": blocks((3, 12), 1, [[0, 3], [1, 2]], 3),
+        "norm": whole((9,), 2),
+    },
+    3: {
+        "a": by_segments((4, 3, 7), 2, [(7, [3, 3, 1])], 3),
+        "shared": by_segments((3, 10), 1, [(7, [3, 0, 4]), (3, None)], 3),
+        "b": whole((13,), 3),
+        "c": by_segments((8, 2), 0, [(8, [3, 3, 2])], 3),
+    },
+}
+
+
+def shards_of(tensor: torch.Tensor, entry: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What each rank holds, in the words of ``AffinePiece``: the arguments of ``torch.as_strided``."""
+    shards = []
+    for of_rank in entry["ranks"].values():
+        shard = torch.full((math.prod(of_rank["shard_shape"]),), math.nan)
+        for piece in of_rank["pieces"]:
+            (source, from_strides), (dest, to_strides) = piece["source"], piece["dest"]
+            there = torch.as_strided(shard, piece["shape"], to_strides, dest)
+            there.copy_(torch.as_strided(tensor, piece["shape"], from_strides, source))
+        shards.append(shard.view(of_rank["shard_shape"]))
+    return shards
+
+
+def parts(tensors: Sequence[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    """ZeRO 1: one flat tensor, cut into equal parts, the padding of the last taken off."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    part = -(-len(flat) // ranks)
+    return [flat[rank * part : (rank + 1) * part].clone() for rank in range(ranks)]
+
+
+def parts_of_each(tensors: Sequence[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    """ZeRO 3: each tensor cut by itself, the last part padded."""
+    of_rank: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for tensor in tensors:
+        part = -(-tensor.numel() // ranks)
+        padded = torch.cat([tensor.reshape(-1), torch.zeros(part * ranks - tensor.numel())])
+        for rank in range(ranks):
+            of_rank[rank].append(padded[rank * part : (rank + 1) * part])
+    return [torch.cat(each) for each in of_rank]
+
+
+class Job:
+    """The files of ``model`` tensor-parallel ranks of ``data`` ranks each, and the whole values."""
+
+    def __init__(self, model: int, data: int, stage: int, only: Sequence[str] = ()) -> None:
+        maps = {name: entry for name, entry in MAPS[model].items() if not only or name in only}
+        self.values = {name: torch.randn(entry["logical_shape"]) for name, entry in maps.items()}
+        self.moments = {name: torch.randn_like(value) for name, value in self.values.items()}
+        self.frozen = {"frozen.q": torch.randn(5, 7)}
+        frozen_map = by_segments((5, 7), 1, [(7, [4, 3] if model == 2 else [2, 2, 3])], model)
+        described = {f"^{re.escape(name)}$": entry for name, entry in {**maps, "frozen.q": frozen_map}.items()}
+        info = {"universal_checkpoint_version": 0.4, "affine_map": {"version": 1, "params": described}}
+        self.files: dict[str, Any] = {}
+        for rank in range(model):
+            shards = {name: shards_of(self.values[name], entry)[rank] for name, entry in maps.items()}
+            moments = [shards_of(self.moments[name], entry)[rank] for name, entry in maps.items()]
+            frozen = shards_of(self.frozen["frozen.q"], frozen_map)[rank]
+            shapes = OrderedDict((name, shard.shape) for name, shard in shards.items())
+            common = {"buffer_names": ["mask"], "param_shapes": [shapes], "shared_params": {"tied": "embed.weight"}}
+            common |= {"dp_world_size": data, "mp_world_size": model, "universal_checkpoint_info": info}
+            module = {**shards, "frozen.q": frozen, "mask": torch.ones(2), "tied": torch.zeros(1)}
+            cut = parts if stage == 1 else parts_of_each
+            of_frozen = parts_of_each([frozen], data)
+            for at, (weights, exp_avg) in enumerate(
+                zip(cut(list(shards.values()), data), cut(moments, data), strict=True)
+            ):
+                state = {0: {"step": torch.tensor(1.0), "exp_avg": exp_avg}}
+                base = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+                name = f"zero_pp_rank_{at}_mp_rank_{rank:02}_optim_states.pt"
+                if stage == 1:
+                    last = sum(shard.numel() for shard in shards.values()) - at * len(
+                        cut(list(shards.values()), data)[0]
+                    )
+                    padding = max(0, len(cut(list(shards.values()), data)[0]) - last)
+                    states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [weights]}
+                    states |= {"zero_stage": 1, "group_paddings": [padding], "partition_count": [data]}
+                else:
+                    states = {"optimizer_state_dict": base, "fp32_flat_groups": [weights], "partition_count": data}
+                    empty = {**dict.fromkeys(module, torch.zeros(0)), "mask": torch.ones(2)}
+                    frozen_parts = {"frozen.q": of_frozen[at]}
+                    self.files[f"zero_pp_rank_{at}_mp_rank_{rank:02}_model_states.pt"] = {
+                        **common,
+                        "module": empty,
+                        "frozen_param_shapes": {"frozen.q": frozen.shape},
+                        "frozen_param_fragments": frozen_parts,
+                    }
+                self.files[name] = {"optimizer_state_dict": states}
+            if stage == 1:
+                self.files[f"mp_rank_{rank:02}_model_states.pt"] = {"module": module, **common}
+
+    def infos(self) -> Iterator[dict[str, Any]]:
+        for content in self.files.values():
+            if "universal_checkpoint_info" in content:
+                yield content["universal_checkpoint_info"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("model", "data"), [(2, 1), (2, 3), (3, 2)])
+def test_the_shards_of_every_map_become_whole(model: int, data: int, stage: int, tmp_path: Path) -> None:
+    """Replicas that ZeRO cut at other elements on each tensor-parallel rank included."""
+    job = Job(model, data, stage)
+    save(job.files, tmp_path / "step")
+    found = opened(tmp_path / "step")
+    first = next(iter(job.values))
+    tied = {"tied": job.values["embed.weight"]} if model == 2 else {}
+    states = {name: {"step": torch.tensor(1.0), "exp_avg": value} for name, value in job.moments.items()}
+    groups = [{"lr": 0.1, "params": list(job.values)}]
+    values = {**job.values, **job.frozen, **tied, "mask": torch.ones(2)}
+    same_values(found, model=values, optim={"state": states, "param_groups": groups})
+    assert found.problems == () and first in found.model.params  # type: ignore[union-attr]
+    assert not fsdpckpt.verify(str(tmp_path / "step")).problems
+    fsdpckpt.convert(str(tmp_path / "step"), str(tmp_path / "full.pt"), verify="full")
+
+
+def test_replicas_that_differ_are_a_problem_with_their_place(tmp_path: Path) -> None:
+    job = Job(2, 1, 1)
+    weights = job.files["zero_pp_rank_0_mp_rank_01_optim_states.pt"]["optimizer_state_dict"]
+    weights["single_partition_of_fp32_groups"][0][3] += 1
+    save(job.files, tmp_path / "step")
+    problems = fsdpckpt.verify(str(tmp_path / "step")).problems
+    assert problems and {problem.key for problem in problems} == {"embed.weight", "tied"}, problems
+
+
+def at_piece(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda info: change(info["affine_map"]["params"]["^column$"]["ranks"][1]["pieces"][0])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (at_piece(lambda piece: piece.update(scale=0.5)), "multiplied by 0.5"),
+        (at_piece(lambda piece: piece.update(source=[25, [5, 1]])), "outside of the shape"),
+        (at_piece(lambda piece: piece.update(source=[20, [1, 7]])), "not a block of rows"),
+        (at_piece(lambda piece: piece.update(source=[1 << 70, [5, 1]])), "no number of elements"),
+        (at_piece(lambda piece: piece.update(source=[-5, [5, 1]])), "no number of elements"),
+        (at_piece(lambda piece: piece.update(shape=[2, 5])), "do not fill a shard"),
+        (at_piece(lambda piece: piece.update(shape=[1 << 40, 1 << 40])), "is no shape"),
+        (at_piece(lambda piece: piece.pop("dest")), "has no dest"),
+        (lambda info: info["affine_map"]["params"]["^column$"]["ranks"].pop(1), "describes the ranks"),
+        (lambda info: info["affine_map"]["params"].pop("^column$"), "not recorded"),
+        (
+            lambda info: info.update(
+                affine_map={"version": 1, "params": {}}, autotp_unsupported_parameter_patterns={"^column$": "why not"}
+            ),
+            "column: why not",
+        ),
+    ],
+)
+def test_what_no_map_describes_is_refused_by_name(
+    change: Callable[[dict[str, Any]], object], reason: str, tmp_path: Path
+) -> None:
+    job = Job(2, 2, 1)
+    info = copy.deepcopy(next(job.infos()))
+    change(info)
+    for content in job.files.values():
+        if "universal_checkpoint_info" in content:
+            content["universal_checkpoint_info"] = info
+    save(job.files, tmp_path / "step")
+    with pytest.raises(SourceUnsupportedError, match="nothing says how") as error:
+        opened(tmp_path / "step")
+    assert any(detail.startswith("column: ") and reason in detail for detail in error.value.details), error.value
+    assert "save_16bit_model" in str(error.value.next_step)
+
+
+@pytest.mark.parametrize(
+    ("info", "found"),
+    [
+        (None, "none in the files"),
+        ({"universal_checkpoint_version": 0.2}, "it has no affine_map"),
+        ({"affine_map": {"version": 2, "params": {}}}, "version 2"),
+        ({"affine_map": {"version": 1, "params": {".*": {}}}}, "not the name of one parameter"),
+        ({"affine_map": {"version": 1, "params": {r"^layers\d$": {}}}}, "not the name of one parameter"),
+        ({"affine_map": {"version": 1, "params": {"^(a+)+$": {}}}}, "not the name of one parameter"),
+        ({"affine_map": {"version": 1, "params": {3: {}}}}, "not the name of one parameter"),
+    ],
+)
+def test_tensor_parallel_ranks_without_a_map_are_refused(info: Any, found: str, tmp_path: Path) -> None:
+    """Patterns are never matched: a checkpoint could bring one that takes for ever."""
+    job = Job(2, 1, 1)
+    for content in job.files.values():
+        if "universal_checkpoint_info" in content:
+            content["universal_checkpoint_info"] = info
+    save(job.files, tmp_path / "step")
+    with pytest.raises(SourceUnsupportedError, match="tensor parallel ranks") as error:
+        opened(tmp_path / "step")
+    assert found in str(error.value.found)
+    patterns = info is not None and "affine_map" not in info
+    assert ("ds_to_universal" in str(error.value.next_step)) == patterns
+
+
+def test_ranks_that_contradict_each_other_are_corrupt(tmp_path: Path) -> None:
+    job = Job(2, 1, 1)
+    content = job.files["mp_rank_01_model_states.pt"]
+    mixed = copy.deepcopy(content)
+    mixed["universal_checkpoint_info"]["universal_checkpoint_version"] = 0.2
+    save({**job.files, "mp_rank_01_model_states.pt": mixed}, tmp_path / "info")
+    with pytest.raises(SourceCorruptError, match="not that of the first rank"):
+        opened(tmp_path / "info")
+    content["param_shapes"][0]["norm"] = torch.Size([8])
+    save(job.files, tmp_path / "shape")
+    with pytest.raises(SourceCorruptError, match="norm has another shape"):
+        opened(tmp_path / "shape")
+
+
+def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
+    """Every value of a map in turn, and of what is beside it."""
+    job = Job(2, 1, 1, only=["bigcode.bias"])
+    save(job.files, tmp_path)
+    assert opened(tmp_path).problems == ()
+    name = "mp_rank_01_model_states.pt"
+    assert refusals({name: job.files[name]}, tmp_path, seed=3) > 50
