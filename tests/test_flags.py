@@ -205,7 +205,7 @@ def test_no_message_has_an_option_as_text() -> None:
 
 
 def test_an_option_as_text_is_found() -> None:
-    source = 'why = f"add --units FILE to {x}, `fsdpckpt units --from x`, --ckpt-format, --output_folder or --no-resume"\n"""--to"""'
+    source = 'why = f"add --units FILE to {x}, `fsdpckpt units --from x`, --output_folder or --no-resume"\n"""--to"""'
     assert [option for _, option in bare_options(source)] == ["--units", "--no-resume"]
 
 

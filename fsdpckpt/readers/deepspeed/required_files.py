@@ -115,7 +115,7 @@ def unsupported(
 
 
 def to_universal(step: str) -> str:
-    """The next step for what DeepSpeed's own program joins. Its strict check stops at the patterns of frozen weights."""
+    """The next step for what DeepSpeed's own program joins. Its strict check stops at patterns of frozen weights."""
     program = "python -m deepspeed.checkpoint.ds_to_universal"
     command = f"{program} --input_folder {quote(step)} --output_folder universal --no_strict"
     return to_copy("let DeepSpeed join the ranks' parts, and give the directory that it makes", command)
