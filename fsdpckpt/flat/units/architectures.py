@@ -14,11 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from fsdpckpt import flags
 from fsdpckpt.errors import (
     FsdpckptError,
+    InternalError,
     NeedsInformationError,
     SourceMissingError,
     SourceUnsupportedError,
@@ -27,6 +28,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.flags import Wording
 from fsdpckpt.flat.names import UnitPrefixes
 from fsdpckpt.flat.units.build import ROOT_ONLY, module_paths
+from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.model_config import CONFIG, disagreements
 from fsdpckpt.ir.parameters import Parameter
@@ -50,7 +52,10 @@ class Architecture:
     """The parameters of one class of models, as transformers builds it.
 
     ``parameters``: their names in the order of ``model.parameters()``, with ``{}`` for the number of a layer;
-    ``optional``: those that only some configurations have. ``modules``: the paths of the modules of each class.
+    ``optional``: those that only some configurations have. ``kinds``: where the layers of one model differ, the
+    parameters that not all of them have, for each kind of layer. ``buffers``: what weight files hold besides.
+    ``stored``: the map that makes the parameters of what weight files hold, "" if they hold the parameters themselves.
+    ``modules``: the paths of the modules of each class.
     ``layers``: the classes that are usually wrapped. ``tied``: a parameter, and the one that it is if embeddings are
     tied; ``tied_by_default``: what holds if ``config.json`` does not say. ``since``, ``before``: the versions of
     transformers that build it so, None without a limit.
@@ -59,6 +64,9 @@ class Architecture:
     name: str
     parameters: tuple[str, ...]
     optional: frozenset[str]
+    kinds: tuple[frozenset[str], ...]
+    buffers: frozenset[str]
+    stored: str
     modules: Mapping[str, Sequence[str]]
     layers: tuple[str, ...]
     tied: Mapping[str, str]
@@ -170,6 +178,9 @@ def _of_entry(name: str, entry: Mapping[str, Any]) -> Architecture:
         name=name,
         parameters=tuple(each.removesuffix("?") for each in listed),
         optional=frozenset(each.removesuffix("?") for each in listed if each.endswith("?")),
+        kinds=tuple(map(frozenset, entry.get("kinds", ()))),
+        buffers=frozenset(entry.get("buffers", ())),
+        stored=entry.get("stored", ""),
         modules=entry["modules"],
         layers=tuple(entry["layers"]),
         tied=entry["tied"],
@@ -203,11 +214,15 @@ def base_model(directory: str, sources: Sources, version: str | None = None) -> 
             file=directory,
             next_step="give the directory that the training started from",
         )
-    shapes = {param.name: param.shape for param in stored.params}
+    in_files = {param.name: param.shape for param in stored.params}
+    wrong = [f"{each.field} is {each.stated}, and {each.what} {each.found}" for each in disagreements(fields, in_files)]
+    built = _as_built(architecture, checkpoint, stored, directory)
+    params = [param for param in built.params if template(param.name) not in architecture.buffers]
+    shapes = {param.name: param.shape for param in params}
     tied = fields.get("tie_word_embeddings", architecture.tied_by_default) is not False
     shared = tuple(architecture.tied.items()) if tied else ()
-    wrong = [f"{each.field} is {each.stated}, and {each.what} {each.found}" for each in disagreements(fields, shapes)]
     wrong += _differences(architecture, shapes, {later for later, _ in shared})
+    wrong += _uneven({name: shape for name, shape in shapes.items() if name not in in_files})
     if wrong:
         raise SourceUnsupportedError(
             f"the weights in {directory} are not those of the {architecture.name} that {path} describes",
@@ -217,7 +232,7 @@ def base_model(directory: str, sources: Sources, version: str | None = None) -> 
             why="the weights were saved by other code than transformers', or belong to another model",
             next_step=_INSTEAD,
         )
-    by_name = {param.name: param for param in stored.params}
+    by_name = {param.name: param for param in params}
     ordered = architecture.in_order(name for name in by_name if name not in dict(shared))
     return BaseModel(
         architecture,
@@ -229,6 +244,28 @@ def base_model(directory: str, sources: Sources, version: str | None = None) -> 
             from_reference=True,
         ),
     )
+
+
+def _as_built(architecture: Architecture, checkpoint: Checkpoint, stored: Listing, directory: str) -> Listing:
+    """``stored``, the names and shapes in weight files, as the model has them: transformers 5 fuses experts.
+
+    Files that do not fit the map stay as they are, and are refused for their names.
+    """
+    known = {*architecture.parameters, *architecture.buffers}
+    if not architecture.stored or all(template(param.name) in known for param in stored.params):
+        return stored
+    from fsdpckpt.maps import Reading, apply_map, named_map
+
+    def unread(*_: object) -> NoReturn:
+        raise InternalError(f"the map {architecture.stored} reads values")
+
+    shapes = {param.name: param.shape for param in stored.params}
+    try:
+        weights = replace(checkpoint, optim=None)
+        built, _ = apply_map(weights, named_map(architecture.stored), {}, Reading(unread, unread), shapes)
+    except UsageError:
+        return stored
+    return model_names(built, directory) or stored
 
 
 def _trained(param: Parameter) -> Parameter:
@@ -277,7 +314,7 @@ def _architecture(fields: Mapping[str, object], path: str, version: str | None) 
         expected=" or ".join(each.versions for each in revisions),
         found=version,
         file=path,
-        why="transformers 5 keeps all experts of a layer in one parameter, and the files each expert on its own",
+        why="this version of transformers builds the model with other parameters",
         next_step=_INSTEAD,
     )
 
@@ -296,7 +333,11 @@ def _differences(
         found.setdefault(template(name), set()).add(numbers)
         for depth, path in enumerate(_lists_of(template(name)), 1):
             members.setdefault(path, set()).add(numbers[:depth])
+    of_kinds = {name: found.pop(name, set()) for kind in architecture.kinds for name in kind}
+    yield from _differences_of_layers(architecture, of_kinds, members)
     for parameter in architecture.parameters:
+        if parameter in of_kinds:
+            continue
         present = found.pop(parameter, set())
         optional = parameter in architecture.optional or parameter in left_out
         lists = list(_lists_of(parameter))
@@ -313,6 +354,30 @@ def _differences(
                 yield f"{path.format(*above, '*')} has {length} modules, and other layers have {most}"
     for unknown in found:
         yield f"{architecture.name} has no parameter {unknown.replace('{}', '*')}"
+
+
+def _uneven(made: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """The parameters that a map made of fewer experts than in other layers."""
+    most: dict[str, int] = {}
+    for name, shape in made.items():
+        most[template(name)] = max(most.get(template(name), 0), shape[0])
+    for name, shape in made.items():
+        if shape[0] < most[template(name)]:
+            yield f"{name} would be made of {shape[0]} experts, and those of other layers of {most[template(name)]}"
+
+
+def _differences_of_layers(
+    architecture: Architecture,
+    found: Mapping[str, set[tuple[str, ...]]],
+    members: Mapping[str, set[tuple[str, ...]]],
+) -> Iterator[str]:
+    """What layers lack that are of no kind, or have of two kinds. ``found``: the layers that have each parameter."""
+    lists = {path for name in found for path in _lists_of(name)}
+    for layer in sorted({numbers for path in lists for numbers in members.get(path, ())}):
+        names = {name for name, layers in found.items() if layer in layers}
+        nearest = max(architecture.kinds, key=lambda kind: len(kind & names))
+        yield from (f"there is no {name.format(*layer)}" for name in sorted(nearest - names))
+        yield from (f"{name.format(*layer)} belongs to another kind of layer" for name in sorted(names - nearest))
 
 
 def _lists_of(name: str) -> Iterator[str]:

@@ -34,6 +34,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 WORLD = 3
 SCRIPT = Path(__file__).parents[3] / "scripts" / "architectures"
 SCRIPTED = runpy.run_path(str(SCRIPT))
+EXPERTS = {"moe_intermediate_size": 9}
+DEEPSEEK = {
+    "intermediate_size": 22, "moe_intermediate_size": 9, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 7, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
 LLAMA = {"intermediate_size": 22, "num_key_value_heads": 1, "max_position_embeddings": 8}
 
 
@@ -93,15 +99,21 @@ def test_the_file_is_what_the_script_writes_with_the_transformers_that_is_instal
         ("opt", {"ffn_dim": 20, "max_position_embeddings": 8, "word_embed_proj_dim": 8}),
         ("starcoder2", {**LLAMA, "use_bias": False}),
         ("gemma2", {**LLAMA, "head_dim": 10}),
+        ("mixtral", {**LLAMA, "num_local_experts": 11, "tie_word_embeddings": True}),
+        ("qwen3_moe", {**LLAMA, **EXPERTS, "num_experts": 3, "mlp_only_layers": [1], "num_hidden_layers": 3}),
+        ("qwen2_moe", {**LLAMA, **EXPERTS, "num_experts": 3, "shared_expert_intermediate_size": 7}),
+        ("olmoe", {**LLAMA, "num_experts": 2}),
+        ("deepseek_v3", {**DEEPSEEK, "num_hidden_layers": 3}),
+        ("deepseek_v3", {**DEEPSEEK, "first_k_dense_replace": 0, "attention_bias": True}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "default",
+    ids=lambda value: value if isinstance(value, str) else "-".join(value)[-60:] or "default",
 )
 def test_the_units_are_those_that_fsdp_makes(
     model_type: str, settings: dict[str, Any], run: Run, tmp_path: Path
 ) -> None:
     model = built(config_of(model_type, **settings))
     model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
-    version = ("--transformers-version", transformers.__version__) if model_type == "gemma2" else ()
+    version = ("--transformers-version", transformers.__version__) if model_type in SCRIPTED["SINCE"] else ()
     wrap = wrap_options(model)
     done = run("units", "--config", tmp_path / "base", *wrap, *version, "--use-orig-params", "--json")
     assert done.code == 0, done.err
@@ -289,7 +301,7 @@ def test_experts_are_counted_by_layer_and_by_number(run: Run, tmp_path: Path) ->
     base = saved_base(tmp_path / "base", model, "MixtralForCausalLM")
     asked = run("units", "--config", base, "--wrap", "MixtralDecoderLayer")
     assert asked.code == 4 and "add --transformers-version VERSION" in asked.err
-    assert "known for transformers before 5.0" in asked.err
+    assert "known for transformers 5.0 or newer" in asked.err and "before 5.0" in asked.err
     options = ("--wrap", "MixtralDecoderLayer", "--transformers-version", "4.53.3", "--use-orig-params", "--json")
     done = run("units", "--config", base, *options)
     assert done.code == 0, done.err
@@ -300,10 +312,60 @@ def test_experts_are_counted_by_layer_and_by_number(run: Run, tmp_path: Path) ->
     assert unit_rows(loads(done.out.encode(), source="stdout")) == unit_rows(truth)
 
 
-def test_the_experts_of_transformers_5_are_no_weights_of_a_file(run: Run, tmp_path: Path) -> None:
-    base = saved_base(tmp_path / "base", mixtral(experts=2), "MixtralForCausalLM")
-    done = run("units", "--config", base, "--wrap", "MixtralDecoderLayer", "--transformers-version", "5.24")
-    assert done.code == 3 and "expected transformers before 5.0, found 5.24" in done.err
+def test_files_with_fused_experts_are_taken_as_they_are(run: Run, tmp_path: Path) -> None:
+    model = built(config_of("qwen3_moe", **LLAMA, **EXPERTS, num_experts=3))
+    model.save_pretrained(tmp_path / "apart")  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)  # type: ignore[operator]
+    with fsdpckpt.open(tmp_path / "apart") as apart, fsdpckpt.open(tmp_path / "fused") as fused:
+        assert len(apart) > len(fused)
+    command = ("--wrap", "Qwen3MoeDecoderLayer", "--transformers-version", "5.24", "--json")
+    printed = [run("units", "--config", tmp_path / name, *command) for name in ("apart", "fused")]
+    assert [done.code for done in printed] == [0, 0], printed
+    rows = [unit_rows(loads(done.out.encode(), source="stdout")) for done in printed]
+    assert rows[0] == rows[1]
+
+
+def test_flat_shards_of_fused_experts_become_the_models_own_weights(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of("deepseek_v3", **DEEPSEEK, num_hidden_layers=3)
+    built(config).save_pretrained("base")  # type: ignore[operator]
+    Path("ranks").mkdir()
+    for rank in range(WORLD):
+        sharded = wrapped_by_fsdp(built(config), rank, use_orig_params=False)
+        optimizer = torch.optim.AdamW(sharded.parameters(), betas=(0.0, 0.9))
+        for param in sharded.parameters():
+            param.grad = param.detach().clone()  # exp_avg becomes the parameter itself
+        optimizer.step()
+        torch.save(optimizer.state_dict(), Path("ranks") / f"optim_world_size_{WORLD}_rank_{rank}.pt")
+    made = ("units", "--config", "base", "--wrap", "DeepseekV3DecoderLayer", "--from", "ranks")
+    done = run(*made, "--transformers-version", "5.0", "-o", "units.json")
+    assert done.code == 0, done.err
+    done = run("convert", "ranks", "full.pt", "--to", "full", "--key-type", "name", "--units", "units.json")
+    assert done.code == 0, done.err
+    written = torch.load("full.pt")["optimizer"]["state"]
+    truth = dict(built(config).named_parameters())
+    assert written.keys() == truth.keys()
+    assert all(torch.equal(states["exp_avg"], truth[name]) for name, states in written.items())
+
+
+def test_a_layer_of_no_kind_is_refused(run: Run, tmp_path: Path) -> None:
+    """Experts without their gate, and a layer that has the parameters of a dense one besides."""
+    from safetensors.torch import load_file, save_file
+
+    model = built(config_of("qwen3_moe", **LLAMA, **EXPERTS, num_experts=2))
+    model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    gate = weights.pop("model.layers.1.mlp.gate.weight")
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    command = ("units", "--config", tmp_path / "base", "--wrap", "none", "--transformers-version", "5.24")
+    done = run(*command)
+    assert done.code == 3 and "there is no model.layers.1.mlp.gate.weight" in done.err
+    weights |= {"model.layers.1.mlp.gate.weight": gate, "model.layers.1.mlp.up_proj.weight": torch.ones(22, 16)}
+    save_file(weights, tmp_path / "base" / "model.safetensors")
+    done = run(*command)
+    assert done.code == 3 and "model.layers.1.mlp.up_proj.weight belongs to another kind of layer" in done.err
 
 
 def test_a_layer_without_one_of_its_experts_is_refused(run: Run, tmp_path: Path) -> None:
@@ -314,6 +376,8 @@ def test_a_layer_without_one_of_its_experts_is_refused(run: Run, tmp_path: Path)
     base = saved_base(tmp_path / "base", model, "MixtralForCausalLM")
     done = run("units", "--config", base, "--wrap", "none", "--transformers-version", "4.53")
     assert done.code == 3 and "block_sparse_moe.experts.* has 2 modules, and other layers have 3" in done.err
+    done = run("units", "--config", base, "--wrap", "none", "--transformers-version", "5.24")
+    assert done.code == 3 and "layers.1.mlp.experts.down_proj would be made of 2 experts, and those of" in done.err
 
 
 def test_the_norms_of_gemma_2_are_where_the_jobs_version_has_them(
