@@ -73,7 +73,7 @@ def convert(
         progress = NoProgress()
     peers = cast("list[ProcessIdentity]", group.all_gather_objects(process_identity(), name="processes"))
     with publisher_of(Request(group, source, target, options, progress, scope, peers)) as publisher:
-        conversion = _Conversion(group, source, publisher, publisher.options, progress, peers)
+        conversion = _Conversion(group, source, publisher, progress, peers)
         report = conversion.run(workers_here)
         return publisher.finish(report, conversion.holders)
 
@@ -87,7 +87,6 @@ class _Conversion:
     group: Group
     source: str
     publisher: Publisher
-    options: ConvertOptions
     progress: Progress
     peers: Sequence[ProcessIdentity]
     holders: dict[str, Sequence[int]] = field(default_factory=dict)
@@ -106,6 +105,11 @@ class _Conversion:
     def _raises_unchanged(self) -> bool:
         """Whether errors are raised unchanged, not as a WorkerError."""
         return isinstance(self.group, Solo)
+
+    @property
+    def options(self) -> ConvertOptions:
+        """The options as they apply to ``target``."""
+        return self.publisher.options
 
     @property
     def target(self) -> str:
@@ -154,14 +158,13 @@ class _Conversion:
         self._publish(job)
 
     def _check_request(self, workers_here: int) -> Budget:
-        options = self.options
         with self.group.step("check the request"):
             if self.group.rank == 0:
                 self.publisher.restore()
-                check_flavor(options)
-                check_mesh(options)
+                check_flavor(self.options)
+                check_mesh(self.options)
             self.publisher.look()
-            self.options = options = self.publisher.options
+            options = self.options  # links do not apply where each node has a DST of its own
             threads = options.threads
             if threads is None and self._single_rank and is_url(self.source):
                 threads = MAX_THREADS  # a store answers slowly, and many requests at once: the threads mostly wait
@@ -177,9 +180,6 @@ class _Conversion:
             with self.group.heartbeat(), UnionSources(self.group) as files, gc_paused():
                 self._sources.append(files)
                 self._prepared = prepare(self.source, self.target, self.options, files)
-                # It may have been auto.
-                self.options = replace(self.options, dtype=self._prepared.spec.options.dtype)
-                self.publisher.options = self.options
                 self._opened = list(files.opened)
                 self.publisher.look_again(self._opened)
             self.progress.end()
@@ -251,7 +251,7 @@ class _Conversion:
         """This run's identity. Only on rank 0, and before ``_drop_columns``."""
         if self._prepared is None:
             raise InternalError("only the first rank knows the plan")
-        return run_identity(self._prepared.plan, self.options, copies)
+        return run_identity(self._prepared.plan, self._prepared.options, copies)
 
     def _link(self) -> None:
         """Make the links before anything is copied, so that a file system that refuses them does so at once."""
@@ -329,7 +329,7 @@ class _Conversion:
         check = OutputCheck(
             self.group,
             self._prepared.transformed if self._prepared is not None else None,
-            self.options,
+            self._prepared.options if self._prepared is not None else self.options,
             self.progress,
             places=places,
             files=job.files,

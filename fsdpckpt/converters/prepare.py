@@ -45,6 +45,7 @@ from fsdpckpt.verify.elements import without_repeats
 class Prepared:
     """A conversion that is ready to be executed."""
 
+    options: ConvertOptions  # as they were given, with the dtype that the source states for ``auto``
     transformed: TransformedCheckpoint
     spec: Decision
     output: Target
@@ -80,7 +81,8 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     recorded = recorded_checksums(plan, checkpoint, frozenset(link.source for link in output.links))
     checkpoint.checksums = Checksums.joined([checkpoint.checksums, recorded.checksums])
     output.notes += recorded.notes
-    return Prepared(draft.transformed, decision, output, plan, linking)
+    given = replace(options, dtype=decision.options.dtype)
+    return Prepared(given, draft.transformed, decision, output, plan, linking)
 
 
 def _what_can_be_read(source: str, error: SourceIncompleteError, sources: Sources) -> str | None:

@@ -25,11 +25,17 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.plan import Copies, Plan, rows_of, split_copies
+from fsdpckpt.plan.written import BEGIN, END, NUMBER
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import bytes_text
 
-_COLUMNS = 5  # of a part
+# The columns of a part of a source record, which travel between workers as plain numbers. What is still to be read of
+# records has the first four.
+FILE, RECORD, OFFSET, NBYTES, CRC = range(5)  # RECORD: its number in the file
+PART_COLUMNS = 5
+NO_PARTS: Int64Array = np.zeros((0, PART_COLUMNS), np.int64)
+
 _RECORD_BITS = 40  # of a number that includes the file
 _RECORDS_AT_ONCE = 4096
 
@@ -56,7 +62,7 @@ def patch_effect(value: bytes, following: int) -> int:
 class SourceCheck:
     """Compares every record that is read completely with the CRC-32 that the source stores for it.
 
-    Parts of records are rows of source file, number of the record in it, offset, bytes and CRC-32. A file may also have
+    Parts of records are rows with the columns above. A file may also have
     one checksum for all of it (``fsdpckpt.json``). If it is the only one, the file is a record like others. Else it is
     combined from those of the records and of the bytes between them, which ``rest_of_files`` lists.
 
@@ -174,7 +180,7 @@ class SourceCheck:
 
     def _rows(self) -> Int64Array:
         """All parts."""
-        rows = np.frombuffer(self._parts, np.int64).reshape(-1, _COLUMNS)
+        rows = np.frombuffer(self._parts, np.int64).reshape(-1, PART_COLUMNS)
         return np.concatenate([rows, *self._absorbed]) if self._absorbed else rows
 
     def _by_record(self) -> Iterator[tuple[int, int, list[Part]]]:
@@ -186,9 +192,9 @@ class SourceCheck:
             rows = all_rows[batch]  # as Python objects they take ten times the memory
             rows = rows[np.lexsort(rows.T[::-1])]
             rows = rows[(np.diff(rows, axis=0, prepend=-1) != 0).any(axis=1)]
-            parts = list(map(tuple, rows[:, 2:].tolist()))
+            parts = list(map(tuple, rows[:, [OFFSET, NBYTES, CRC]].tolist()))
             for begin, end in pairwise([*_begins(_record_of(rows)).tolist(), len(rows)]):
-                file, index = rows[begin, :2].tolist()
+                file, index = rows[begin, [FILE, RECORD]].tolist()
                 yield file, index, parts[begin:end]
 
     def _sum(self, file: int, index: int, parts: list[Part]) -> int | None:
@@ -235,9 +241,9 @@ class SourceCheck:
         for file, (begins, ends) in sorted(spans.items()):
             if parts_read is not None and file in self._records:
                 touched = self._touched(file, begins, ends)
-                touched[parts_read[parts_read[:, 0] == file, 1]] = False
+                touched[parts_read[parts_read[:, FILE] == file, RECORD]] = False
                 missing += [(file, index, *self._record(file, index)[:2]) for index in np.flatnonzero(touched).tolist()]
-        return np.array(missing, np.int64).reshape(-1, 4)
+        return np.array(missing, np.int64).reshape(-1, PART_COLUMNS - 1)
 
     def _touched(self, file: int, begins: Int64Array, ends: Int64Array) -> npt.NDArray[np.bool_]:
         """For each record of ``file`` whether one of the ranges [begin, end) has bytes of it."""
@@ -275,7 +281,7 @@ class SourceCheck:
 
 def _record_of(rows: Int64Array) -> Int64Array:
     """A number for the file and the record of each part."""
-    return (rows[:, 0] << _RECORD_BITS) | rows[:, 1]
+    return (rows[:, FILE] << _RECORD_BITS) | rows[:, RECORD]
 
 
 def gaps_in(begin: int, length: int, parts: list[Part]) -> list[tuple[int, int]]:
@@ -297,7 +303,7 @@ def _begins(values: Int64Array) -> Int64Array:
 
 
 def _table(parts: array[int]) -> Int64Array:
-    return np.array(parts, np.int64).reshape(-1, _COLUMNS)
+    return np.array(parts, np.int64).reshape(-1, PART_COLUMNS)
 
 
 def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, order: Int64Array) -> None:
@@ -368,12 +374,12 @@ def unverified_spans(plan: Plan, received: Int64Array) -> dict[int, Int64Array]:
     """By source file, begins and ends of what is read without checksums: copies with gaps between their rows, and what
     an interrupted run has written from bytes that other workers read.
 
-    ``received``: rows of (target file, begin, end, ...), in order.
+    ``received``: rows of ``plan.written``, by target file, in order.
     """
     spans: dict[int, list[Int64Array]] = {}
-    for number in dict.fromkeys(received[:, 0].tolist()):
+    for number in dict.fromkeys(received[:, NUMBER].tolist()):
         file = plan.files[number]
-        begins, ends = rows_of(received, number)[:, 1:3].T
+        begins, ends = rows_of(received, number)[:, [BEGIN, END]].T
         parts = split_copies(file, plan, np.ones(len(file.copies.rows), bool), begins, ends)
         _add_spans(spans, parts.copies, parts.nbytes // parts.copies.rows, np.ones(len(parts.nbytes), bool))
     for file in plan.files:

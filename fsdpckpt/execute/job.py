@@ -21,6 +21,7 @@ from fsdpckpt.ir.files import pack_files, unpack_files
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
+from fsdpckpt.plan.written import NO_CLAIMS
 from fsdpckpt.text import size_text
 
 LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: the cost of a larger request is negligible on every disk measured
@@ -119,7 +120,7 @@ def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: b
 class Job:
     """What all ranks do together. ``segments``: which rank writes what.
 
-    ``claims``: rows of (segment, begin, end, crc), the windows that an interrupted run has written, in order.
+    ``claims``: the windows that an interrupted run has written, by segment, in order: rows of ``plan.written``.
     """
 
     plan: Plan
@@ -127,7 +128,7 @@ class Job:
     checksums: Checksums
     segments: tuple[Segment, ...]
     settings: Settings
-    claims: Int64Array = field(default_factory=lambda: np.zeros((0, 4), np.int64))
+    claims: Int64Array = field(default_factory=lambda: NO_CLAIMS)
 
 
 def pack_job(job: Job) -> dict[str, object]:

@@ -23,8 +23,9 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from fsdpckpt.execute.checks import Part
+from fsdpckpt.execute.checks import NO_PARTS, PART_COLUMNS, Part
 from fsdpckpt.ir.tensors import Int64Array
+from fsdpckpt.plan.written import BEGIN, COLUMNS, END, NOTHING_WRITTEN, NUMBER, RECEIVED, written_bytes
 from fsdpckpt.storage import ByteTarget, FileIdentity, change_between
 from fsdpckpt.storage.hidden import open_own_file, read_own_file
 from fsdpckpt.storage.local import sync_directory, target_errors
@@ -170,30 +171,20 @@ def _change(before: FileIdentity, now: FileIdentity) -> str | None:
     return change_between(before, now)
 
 
-# The columns of a row of ``JournaledWindows.windows``. RECEIVED is 1 if the window contains bytes from other workers,
-# whose source parts may be in no journal.
-FILE, BEGIN, END, CRC, RECEIVED = range(5)
-_NO_ROWS = np.zeros((0, 5), np.int64)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class JournaledWindows:
-    """What journals list, in rows.
+    """What journals list, in rows."""
 
-    ``windows``: the windows of target files that are on the disk, with the columns above. ``parts``: of the source
-    records that were read for them, as in ``SourceCheck``.
-    """
-
-    windows: Int64Array = field(default_factory=lambda: _NO_ROWS)
-    parts: Int64Array = field(default_factory=lambda: _NO_ROWS)
+    windows: Int64Array = field(default_factory=lambda: NOTHING_WRITTEN)  # of target files, on the disk
+    parts: Int64Array = field(default_factory=lambda: NO_PARTS)  # of the source records that were read for them
 
     def claims(self) -> Int64Array:
         """The rows of ``windows`` in order, disjoint. If two overlap (one was written again), the first is used."""
         rows = self.windows[self.windows[:, BEGIN] < self.windows[:, END]]
-        rows = rows[np.lexsort((-rows[:, RECEIVED], -rows[:, END], rows[:, BEGIN], rows[:, FILE]))]
+        rows = rows[np.lexsort((-rows[:, RECEIVED], -rows[:, END], rows[:, BEGIN], rows[:, NUMBER]))]
         disjoint = []
         last = (0, 0)  # the file and the end of the last row
-        for row, (file, begin, end) in enumerate(rows[:, [FILE, BEGIN, END]].tolist()):
+        for row, (file, begin, end) in enumerate(rows[:, [NUMBER, BEGIN, END]].tolist()):
             if (file, begin) >= last:
                 disjoint.append(row)
                 last = (file, end)
@@ -201,8 +192,7 @@ class JournaledWindows:
 
     @property
     def nbytes(self) -> int:
-        claims = self.claims()
-        return int((claims[:, END] - claims[:, BEGIN]).sum())
+        return written_bytes(self.claims())
 
     @property
     def longest(self) -> int:
@@ -212,10 +202,9 @@ class JournaledWindows:
 
 def joined(journals: Sequence[JournaledWindows]) -> JournaledWindows:
     """The union of the journals of several processes."""
-    windows = [_NO_ROWS, *(journal.windows for journal in journals)]
-    return JournaledWindows(
-        np.concatenate(windows), np.concatenate([_NO_ROWS, *(journal.parts for journal in journals)])
-    )
+    windows = [NOTHING_WRITTEN, *(journal.windows for journal in journals)]
+    parts = [NO_PARTS, *(journal.parts for journal in journals)]
+    return JournaledWindows(np.concatenate(windows), np.concatenate(parts))
 
 
 def first_record(identity: RunIdentity) -> Record:
@@ -236,7 +225,10 @@ def run_of(records: Sequence[Record]) -> tuple[RunIdentity, JournaledWindows] | 
     try:
         if not records or records[0].get("format") != FORMAT:
             return None
-        windows = [JournaledWindows(_table(record["windows"]), _table(record["parts"])) for record in records[1:]]
+        windows = [
+            JournaledWindows(_rows(record["windows"], COLUMNS), _rows(record["parts"], PART_COLUMNS))
+            for record in records[1:]
+        ]
         return identity_of(records[0]), joined(windows)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):  # another program's journal
         return None
@@ -256,16 +248,17 @@ def _file_identity(record: Mapping[str, object]) -> FileIdentity:
     return FileIdentity(str(record["path"]), nbytes, mtime_ns, inode, str(record["tag"]))
 
 
-def _table(value: object) -> Int64Array:
-    """Five numbers in each row. Raises ValueError, TypeError or OverflowError for anything else."""
+def _rows(value: object, columns: int) -> Int64Array:
+    """``columns`` numbers in each row. Raises ValueError, TypeError or OverflowError for anything else."""
     rows = cast("list[list[int]]", value)
-    if any(len(row) != 5 or any(type(number) is not int or number < 0 for number in row) for row in rows):
-        raise ValueError("rows of five numbers were expected")
-    return np.asarray(rows, np.int64).reshape(-1, 5)
+    for row in rows:
+        if len(row) != columns or any(type(number) is not int or number < 0 for number in row):
+            raise ValueError(f"rows of {columns} numbers were expected")
+    return np.asarray(rows, np.int64).reshape(-1, columns)
 
 
 def _no_parts() -> Int64Array:
-    return _NO_ROWS
+    return NO_PARTS
 
 
 class Recording(Protocol):
@@ -381,10 +374,10 @@ class Recorder:
         for file in {id(file): file for _, file, _, _ in windows}.values():
             self._sync(file)
         rows = [(number, begin, begin + nbytes, crc, received) for number, _, (begin, nbytes, crc), received in windows]
-        table = np.asarray(rows, np.int64).reshape(-1, 5)
+        table = np.asarray(rows, np.int64).reshape(-1, COLUMNS)
         self._journal.append([windows_record(JournaledWindows(table, parts))])
         self._begun = True
-        self.nbytes += int((table[:, END] - table[:, BEGIN]).sum())
+        self.nbytes += written_bytes(table)
 
     def _sync(self, file: ByteTarget) -> None:
         file.sync()

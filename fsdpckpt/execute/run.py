@@ -23,14 +23,15 @@ import numpy as np
 
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
-from fsdpckpt.execute.checks import SourceCheck, joined_spans, sum_of, unverified_spans
+from fsdpckpt.execute.checks import FILE, NO_PARTS, SourceCheck, joined_spans, sum_of, unverified_spans
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, Job
-from fsdpckpt.execute.journal import RECEIVED, JournaledWindows, Recording
+from fsdpckpt.execute.journal import JournaledWindows, Recording
 from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
 from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
 from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.plan.transfer import SeenBy, TransferPlan, Window, plan_transfers
+from fsdpckpt.plan.written import RECEIVED
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.local import aligned_buffer
@@ -288,7 +289,7 @@ class _Run:
             states = {number: list(output.export()) for number, output in shared.items()}
         sent = self.exchange.sent if self.exchange is not None else {}
         staged = (self.staged.parts(), self.staged.wrong)
-        parts = self.check.parts() if group.rank or len(self.job.claims) else np.zeros((0, 5), np.int64)
+        parts = self.check.parts() if group.rank or len(self.job.claims) else NO_PARTS
         gathered = group.all_gather_objects((states, parts, sent, staged), name="join")
         by_rank = cast("list[tuple[dict[int, list[Any]], Int64Array, dict[int, int], _Staged]]", gathered)
         self._check_streams([sums for _, _, sums, _ in by_rank])
@@ -351,7 +352,7 @@ class _Run:
                 missing = np.concatenate([of_records, self.check.rest_of_files(self.job.plan)])
         ranges = cast("Int64Array", group.broadcast_object(missing, name="missing parts"))
         if not len(ranges):
-            return np.zeros((0, 5), np.int64)
+            return NO_PARTS
         with group.step("read missing parts of records"), group.heartbeat():
             own = self._own_ranges(ranges)
             crcs = [sum_of(self._source(file), offset, nbytes) for file, _, offset, nbytes in own.tolist()]
@@ -368,8 +369,8 @@ class _Run:
         each has a copy of its own, all read theirs.
         """
         own = np.zeros(len(ranges), np.bool_)
-        for file in distinct(ranges[:, 0]).tolist():
-            rows, ranks = np.flatnonzero(ranges[:, 0] == file), np.flatnonzero(self.seen_by[file])
+        for file in distinct(ranges[:, FILE]).tolist():
+            rows, ranks = np.flatnonzero(ranges[:, FILE] == file), np.flatnonzero(self.seen_by[file])
             reads_own = file in self.apart and self.seen_by[file, self.group.rank]
             own[rows] = reads_own or ranks[rows % len(ranks)] == self.group.rank
         return ranges[own]

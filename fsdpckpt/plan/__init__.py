@@ -8,11 +8,11 @@ from fsdpckpt.plan.plan import (
     check_file,
     make_plan,
     open_windows,
-    rows_of,
     rows_within,
     split_copies,
     strided_batches,
 )
+from fsdpckpt.plan.written import rows_of
 
 __all__ = [
     "Copies",

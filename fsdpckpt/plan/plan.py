@@ -240,12 +240,6 @@ class Range(NamedTuple):
     end: int
 
 
-def rows_of(table: Int64Array, number: int) -> Int64Array:
-    """The rows of ``table``, which is sorted by its first column, that begin with ``number``."""
-    first, last = table[:, 0].searchsorted((number, number + 1))
-    return table[first:last]
-
-
 _CAST_UNIT = 16  # bytes: the largest element; a cast element must not be split between two windows
 
 

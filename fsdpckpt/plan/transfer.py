@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.plan import Copies, CopyParts, FilePlan, Plan, open_windows, rows_of, split_copies
+from fsdpckpt.plan.plan import Copies, CopyParts, FilePlan, Plan, open_windows, split_copies
+from fsdpckpt.plan.written import BEGIN, END, NOTHING_WRITTEN, rows_of
 
 _SNAP = 0.05  # of a part: a rank may write this fraction more if a file then has one writer instead of two
 _BLOCK = 1 << 16  # bytes: no system in use has larger pages, so no page of a file has two writers
@@ -36,9 +37,6 @@ class Segment:
     owner: int
 
 
-NOTHING_WRITTEN = np.zeros((0, 5), np.int64)
-
-
 def partition(
     plan: Plan,
     files: Sequence[int],
@@ -49,7 +47,7 @@ def partition(
 ) -> list[Segment]:
     """Divide ``files`` (numbers in ``plan``) among ``workers``. Every file has a segment, even an empty one.
 
-    ``written``: rows of (file, begin, end, ...), in order: windows that an interrupted run has written.
+    ``written``: rows of ``plan.written``, by file, in order: windows that an interrupted run has written.
     """
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -115,8 +113,8 @@ def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
 
 def _outside_window(at: int, written: Int64Array) -> int:
     """``at``, or the beginning of the window in ``written`` that contains it."""
-    index = int(written[:, 1].searchsorted(at)) - 1  # the last that begins before it
-    return int(written[index, 1]) if index >= 0 and written[index, 2] > at else at
+    index = int(written[:, BEGIN].searchsorted(at)) - 1  # the last that begins before it
+    return int(written[index, BEGIN]) if index >= 0 and written[index, END] > at else at
 
 
 def target_node(target_rank: int, world_size: int, nodes: Mapping[int, int]) -> int:
@@ -186,7 +184,7 @@ def plan_transfers(
     """Plan the transfers of rank ``rank``. ``seen_by[file, rank]``: which rank sees which source file; every file is
     seen by at least one.
 
-    ``written``: rows of (segment, begin, end, ...), in order: windows that an interrupted run has written. A segment
+    ``written``: rows of ``plan.written``, by segment, in order: windows that an interrupted run has written. A segment
     that is complete has an empty window. A window must not need more than ``round_bytes``; the less each window needs,
     the better rounds are filled.
     """
@@ -240,7 +238,7 @@ class _NeedSearch:
         for number in numbers:
             segment = self.segments[number]
             file = self.plan.files[segment.file]
-            written = rows_of(self.written, number)[:, 1:3].tolist()
+            written = rows_of(self.written, number)[:, [BEGIN, END]].tolist()
             ranges = open_windows(file, self.plan, self.window, segment.begin, segment.end, written)
             first = len(bounds)
             bounds += [(number, begin, end) for begin, end in ranges] or [(number, segment.end, segment.end)]

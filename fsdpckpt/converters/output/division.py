@@ -15,7 +15,8 @@ from fsdpckpt.execute.journal import JournaledWindows
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Plan
-from fsdpckpt.plan.transfer import NOTHING_WRITTEN, SeenBy, Segment, partition, partition_whole, target_node
+from fsdpckpt.plan.transfer import SeenBy, Segment, partition, partition_whole, target_node
+from fsdpckpt.plan.written import CLAIM_COLUMNS, NOTHING_WRITTEN
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.upload import UPLOADED_LAST
 
@@ -97,7 +98,7 @@ def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Seg
         for number in numbers.get((directory, file), ())
         if segments[number].begin <= begin and end <= segments[number].end
     ]
-    return np.asarray(sorted(rows), np.int64).reshape(-1, 4)
+    return np.asarray(sorted(rows), np.int64).reshape(-1, CLAIM_COLUMNS)
 
 
 def _rank_of(path: str) -> int | None:

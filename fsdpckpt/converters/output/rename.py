@@ -40,6 +40,7 @@ from fsdpckpt.ir.checkpoint import Note, NoteKind, SourceFile
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.options import OutputScope
 from fsdpckpt.plan import Plan, make_plan
+from fsdpckpt.plan.written import NUMBER
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.hidden import Lock, journal_path, journal_paths, lock_as_writer
 from fsdpckpt.storage.sources import Sources
@@ -124,7 +125,7 @@ class Rename:
         copies = source_copies(self.group, files, sources, [True] * len(files))
         journals = [read_records(path) for path in journal_paths(interrupted.root)] if interrupted.resumed else []
         windows, changed_sources = journaled_windows(
-            [journals], places, lambda: run_identity(make_plan(prepared.output), self.options, copies), self.options
+            [journals], places, lambda: run_identity(make_plan(prepared.output), prepared.options, copies), self.options
         )
         seen_by = np.ones((len(files), 1), bool)
         job = divide_work(prepared, places, seen_by, budget, windows, self.copy_memory)
@@ -189,7 +190,8 @@ class Rename:
             if staging is not None:
                 files, nbytes = files_in(job, number)  # without what an earlier run has linked: links are made again
                 if staging.interrupted.resumed:
-                    if any(job.segments[segment].directory == number for segment in job.claims[:, 0].tolist()):
+                    claimed = job.claims[:, NUMBER].tolist()
+                    if any(job.segments[segment].directory == number for segment in claimed):
                         staging.keep_only(files)
                     else:
                         staging.restart()

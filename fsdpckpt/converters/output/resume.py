@@ -38,6 +38,7 @@ from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.declare import output_options
 from fsdpckpt.plan import Plan
+from fsdpckpt.plan.written import written_bytes
 from fsdpckpt.storage import FileIdentity, changed_error, is_url
 from fsdpckpt.storage.hidden import journal_paths, staging_root
 from fsdpckpt.storage.sources import Sources
@@ -167,8 +168,7 @@ def resume_note(
     """
     if len(job.claims):
         total = sum(segment.end - segment.begin for segment in job.segments)
-        nbytes = int((job.claims[:, 2] - job.claims[:, 1]).sum())
-        there = f"{size_text(nbytes)} of {size_text(total)} were already there"
+        there = f"{size_text(written_bytes(job.claims))} of {size_text(total)} were already there"
         return Note("resumed", f"continued an interrupted run: {there}")
     if interrupted is None:
         return Note("resumed", f"{target} was already complete: every byte was compared, nothing was written")

@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from typing import Any, cast
 
-import numpy as np
-
+from fsdpckpt.execute.checks import NO_PARTS
 from fsdpckpt.execute.journal import Journal, Record, RunIdentity, first_record
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import ByteTarget
@@ -59,7 +58,7 @@ class SentJournal:
 
     def sent(self, sent: SentObject) -> None:
         with self._lock:
-            parts = np.zeros((0, 5), np.int64) if self._new_parts is None else self._new_parts()
+            parts = NO_PARTS if self._new_parts is None else self._new_parts()
             record = {"sent": [list(astuple(sent))], "windows": [], "parts": parts.tolist()}
             self._journal.append([cast("dict[str, object]", record)])
             self.nbytes += sent.nbytes

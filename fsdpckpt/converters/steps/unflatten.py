@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.target.layout import refuse_flat_options
-from fsdpckpt.errors import NeedsInformationError, SourceError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.ir import Layout
+from fsdpckpt.ir.checkpoint import Checkpoint
 
 
 def unflatten(draft: Draft, decision: Decision) -> Draft:
@@ -36,13 +36,18 @@ def _source_units(draft: Draft, *, target_flattened: bool) -> ResolvedUnits:
     """The units of the source, proved by all of its sections; by the selected one alone if another one contradicts
     or leaves them open: a section never needs another to be understood.
     """
-    opened, selected = draft.opened, draft.checkpoint
-    request, sources = draft.knowledge.request, draft.sources
-    try:
-        return source_units(opened, request, sources, target_flattened=target_flattened)
-    except (NeedsInformationError, SourceError):
-        if (selected.model is None) == (opened.model is None) and (selected.optim is None) == (opened.optim is None):
-            raise
-        with suppress(NeedsInformationError, SourceError):  # what all sections together need is the better advice
-            return source_units(selected, request, sources, target_flattened=target_flattened)
-        raise
+    all_sections, selected = draft.opened, draft.checkpoint
+    witnesses = [all_sections]
+    if _sections_of(selected) != _sections_of(all_sections):
+        witnesses.append(selected)
+    errors: list[FsdpckptError] = []
+    for checkpoint in witnesses:
+        try:
+            return source_units(checkpoint, draft.knowledge.request, draft.sources, target_flattened=target_flattened)
+        except (NeedsInformationError, SourceError) as error:
+            errors.append(error)
+    raise errors[0]  # what all sections together need is the better advice
+
+
+def _sections_of(checkpoint: Checkpoint) -> tuple[bool, bool]:
+    return checkpoint.model is not None, checkpoint.optim is not None
