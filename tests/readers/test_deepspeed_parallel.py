@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import shutil
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +29,11 @@ each = pytest.mark.parametrize("name", NAMES)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("parallel")
-    for name in NAMES:
+    for name in (*NAMES, *(f"{name}-universal" for name in NAMES)):
         with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
             archive.extractall(top, filter="data")
-        (top / name / "truth.pt").rename(top / f"{name}.pt")
+        if name in NAMES:
+            (top / name / "truth.pt").rename(top / f"{name}.pt")
     return top
 
 
@@ -65,6 +67,31 @@ def test_verify_and_the_way_through_dcp_find_the_same_values(name: str, runs: Pa
     fsdpckpt.convert(str(runs / name), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=3)
     assert fsdpckpt.diff(str(runs / name), str(tmp_path / "dcp")).same
     assert all(file.fate == "read" for file in opened(runs / name).ledger.account.files)
+
+
+@pytest.mark.parametrize("name", ["autotp-zero1", "autotp-zero3"])
+def test_the_universal_checkpoint_of_tensor_parallel_ranks_is_the_same(name: str, runs: Path) -> None:
+    """``zero/`` has rank 0's shard of a frozen weight as if it were all of it; the module states have each rank's."""
+    compared = fsdpckpt.diff(str(runs / f"{name}-universal"), str(runs / name))
+    assert compared.same, compared
+    assert not fsdpckpt.verify(str(runs / f"{name}-universal")).problems
+
+
+def test_the_universal_checkpoint_of_a_pipeline_lacks_what_its_layers_have(runs: Path, tmp_path: Path) -> None:
+    found = opened(runs / "pipeline-universal")
+    warnings = [note.message for note in found.notes if note.warning]
+    assert any("4 buffers of the pipeline" in message and "layer_*" in message for message in warnings)
+    copied = shutil.copytree(runs / "pipeline-universal", tmp_path / "universal")
+    for file in (runs / "pipeline" / "global_step3").glob("layer_*"):  # as the warning says
+        shutil.copy(file, copied)
+    compared = fsdpckpt.diff(str(copied), str(runs / "pipeline"))
+    assert compared.same and not any(note.kind == "not-carried" for note in opened(copied).notes)
+
+
+def test_a_pipeline_without_its_layers_is_incomplete(runs: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(runs / "pipeline", tmp_path / "run", ignore=shutil.ignore_patterns("layer_*"))
+    with pytest.raises(SourceIncompleteError, match="files of a pipeline's layers are missing"):
+        opened(copied)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("pipeline", "pipeline stages"), ("autotp-zero3", "tensor-parallel ranks")])
@@ -369,4 +396,5 @@ def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
     save(job.files, tmp_path)
     assert opened(tmp_path).problems == ()
     name = "mp_rank_01_model_states.pt"
-    assert refusals({name: job.files[name]}, tmp_path, seed=3) > 50
+    content = {key: job.files[name][key] for key in ("param_shapes", "universal_checkpoint_info")}
+    assert refusals({name: {**content, "module": {"mask": torch.ones(2)}}}, tmp_path, seed=3) > 50

@@ -36,8 +36,9 @@ class MapError(Exception):
     """Describes why a map does not say how the shards of a parameter belong together."""
 
 
-def shards_of_autotp(directory: str, module: ModuleStates) -> dict[str, Shards]:
-    """How every parameter of ``module``, which tensor-parallel ranks saved, is cut.
+def shards_of_autotp(directory: str, module: ModuleStates, *, joined: bool = False) -> dict[str, Shards]:
+    """How every parameter of ``module``, which tensor-parallel ranks saved, is cut. ``joined``: whether DeepSpeed's own
+    program has joined the trained ones.
 
     Raises SourceUnsupportedError that lists the parameters of which the files do not say it, SourceCorruptError if the
     files of two ranks say different things.
@@ -46,7 +47,7 @@ def shards_of_autotp(directory: str, module: ModuleStates) -> dict[str, Shards]:
     try:
         maps = _maps_by_name(info)
     except MapError as error:
-        raise _undescribed(directory, module, info, str(error)) from None
+        raise _undescribed(directory, module, info, str(error), joined=joined) from None
     names = _parameters(module)
     shards: dict[str, Shards] = {}
     unknown: list[str] = []
@@ -71,6 +72,12 @@ def shards_of_autotp(directory: str, module: ModuleStates) -> dict[str, Shards]:
     return shards
 
 
+def records_shards(module: ModuleStates) -> bool:
+    """Whether the files say how parameters are cut."""
+    info = module.first.root.get(MAP_INFO)
+    return isinstance(info, dict) and _AFFINE_MAP in info
+
+
 def _info(directory: str, module: ModuleStates) -> StateDict:
     """``universal_checkpoint_info``, which all ranks have."""
     found = [file.root.get(MAP_INFO) for file in module.files]
@@ -84,11 +91,13 @@ def _info(directory: str, module: ModuleStates) -> StateDict:
     raise unsupported(directory, "tensor parallel ranks", paths, f"with {MAP_INFO}", "none in the files")
 
 
-def _undescribed(directory: str, module: ModuleStates, info: StateDict, what: str) -> SourceUnsupportedError:
+def _undescribed(
+    directory: str, module: ModuleStates, info: StateDict, what: str, *, joined: bool
+) -> SourceUnsupportedError:
     """The error for files with ``universal_checkpoint_info`` that does not say by blocks how parameters are cut."""
     paths = [file.path for file in module.of_model_ranks]
     error = unsupported(directory, "tensor parallel ranks", paths, f"{MAP_INFO}.{_AFFINE_MAP}", what)
-    if info.get(_AFFINE_MAP) is None and not module.partitioned:  # patterns of names, by which it joins
+    if info.get(_AFFINE_MAP) is None and not module.partitioned and not joined:  # it joins by patterns of names
         error.next_step = to_universal(directory)
     return error
 

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from fsdpckpt import flags
-from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
@@ -95,30 +95,38 @@ def read_zero(
         model_paths,
         per_rank=partitioned,
         world_size=min(ranks, _MAX_RANKS),
-        model_ranks=min(max(map(_model_ranks, module), default=1), _MAX_RANKS),
+        model_ranks=model_ranks_of(module),
         whole_module=not partitioned and len(optim_paths) == 1 and bool(module) and bool(module[0].root.get("module")),
     )
     _require_in_files(directory, optim, sources)
     states = ModuleStates(module, partitioned, RankGrid(*grid))
+    if not layers and any(file.of_pipeline for file in module):
+        raise SourceIncompleteError(
+            f"{directory}: the files of a pipeline's layers are missing",
+            file=f"{directory.rstrip('/')}/layer_00-model_states.pt",
+            why="the module states say nothing of the module, as those of a pipeline: its layers have files of their "
+            "own, which the copy left out",
+            next_step="copy all layer_*-model_states.pt into the directory",
+        )
     if layers:
-        states = _with_layers(states, directory, layers, table, sources)
+        states = with_layers(states, directory, layers, table, sources)
     elif states.grid.model > 1:
         states = replace(states, shards=shards_of_autotp(directory, states))
     return _Step(directory, optim, states, sources).tree()
 
 
-def _model_ranks(file: StepFile) -> int:
-    """The number of model-parallel ranks in a file of module states, 1 if it is not recorded."""
-    ranks = file.root.get("mp_world_size")
-    return cast(int, ranks) if is_count(ranks) else 1
+def model_ranks_of(module: Sequence[StepFile]) -> int:
+    """The number of model-parallel ranks in files of module states, 1 if none of them records it."""
+    recorded = [file.root.get("mp_world_size") for file in module]
+    return min(max((cast(int, ranks) for ranks in recorded if is_count(ranks)), default=1), _MAX_RANKS)
 
 
-def _with_layers(
+def with_layers(
     states: ModuleStates, directory: str, layers: Mapping[int, str], table: FileTable, sources: Sources
 ) -> ModuleStates:
     """``states`` with the module of the files of a pipeline's ``layers``."""
     found = None
-    if any(file.root.get("module") is not None for file in states.files):
+    if not all(file.of_pipeline for file in states.files):
         found = "the module in the file of module states, too"
     elif states.partitioned:
         found = "ZeRO 3, which DeepSpeed does not combine with a pipeline"

@@ -91,13 +91,13 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
     if any(_OPTIM.match(name) for name in files):
         return _claim_zero(path, files)
     layers = sorted(filter(_LAYER.match, files))
-    if layers:
-        raise unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
     if any(_MODEL.match(name) for name in files):
         zero = sources.stat(f"{path.rstrip('/')}/{ZERO}")
         if zero is not None and zero.directory:
             return _claim_universal(path, files)
-    elif not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
+    if layers:
+        raise unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
+    if not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
         required_grid(path, {}, {}, per_rank=False)
     return Claim()
 
@@ -106,17 +106,22 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
     matches = {name: match for name in files if (match := _MODEL.match(name))}
     whole = {name: match for name, match in matches.items() if match[1] is None}
     used = whole or matches  # if both exist, ZeRO 3 loads the second
-    model = {int(match[1] or 0): name for name, match in used.items() if int(match[2]) == 0}
-    required_grid(path, {}, {0: model}, per_rank=not whole)
-    paths = {rank: files[name].path for rank, name in sorted(model.items())}
-    others = [files[name].path for name, match in sorted(used.items()) if int(match[2])]
+    model = _by_ranks(_MODEL, {name: files[name] for name in used})
+    required_grid(path, {}, model, per_rank=not whole)
+    layers = _layers_in(files)
+    names = {*matches, *filter(_LAYER.match, files), *(_SCRIPTS & files.keys())}
 
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.deepspeed.universal import read_universal
 
-        return read_universal(path, paths, others, table, sources)
+        return read_universal(path, model, layers, table, sources)
 
-    return Claim([Part(path, "deepspeed", read)], {*matches, *(_SCRIPTS & files.keys())}, directories={ZERO})
+    return Claim([Part(path, "deepspeed", read)], names, directories={ZERO})
+
+
+def _layers_in(files: Mapping[str, Entry]) -> dict[int, str]:
+    """The paths of a pipeline's layer files, by number."""
+    return {int(match[1]): files[name].path for name in sorted(files) if (match := _LAYER.match(name))}
 
 
 def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
@@ -126,7 +131,7 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     require_one_save(path, {name: _PRECISIONS[name.partition("zero_pp_rank_")[0]] for name in optimizers})
     require_one_save(path, {name: ZERO_1_OR_2 if name.startswith("mp_") else ZERO_3 for name in models})
     optim_paths, model_paths = _by_ranks(_OPTIM, files), _by_ranks(_MODEL, files)
-    layers = {int(match[1]): files[name].path for name in sorted(names) if (match := _LAYER.match(name))}
+    layers = _layers_in(files)
 
     def read(table: FileTable, sources: Sources) -> Tree:
         from fsdpckpt.readers.deepspeed.read import read_zero

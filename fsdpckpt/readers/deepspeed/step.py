@@ -93,6 +93,11 @@ class StepFile(RankFile):
         return as_mapping(self.root.get("optimizer_state_dict"), self.path, "optimizer_state_dict")
 
     @property
+    def of_pipeline(self) -> bool:
+        """Whether a pipeline left the module to the files of its layers."""
+        return "module" in self.root and self.root["module"] is None
+
+    @property
     def module(self) -> StateDict:
         """The result of ``module.state_dict()``, in a file of module states."""
         return as_mapping(self.root.get("module"), self.path, "module")
@@ -229,8 +234,8 @@ class ModuleStates:
     rank 0: one for each model-parallel rank.
 
     ``grid``: the ranks that saved. ``shards``: under AutoTP, how each parameter is cut. ``layers``: the files of a
-    pipeline's layers, each with its entries under the module's names; then ``files`` have no module. ``pipeline``: all
-    of these entries.
+    pipeline's layers, each with its entries under the module's names, which ``files`` do not have. ``pipeline``: all of
+    these entries.
     """
 
     files: list[StepFile]
@@ -247,7 +252,7 @@ class ModuleStates:
     @property
     def module(self) -> StateDict:
         """The module's state dict, on rank 0."""
-        return self.pipeline if self.layers else self.first.module
+        return self.pipeline if self.first.of_pipeline else self.first.module
 
     @property
     def of_model_ranks(self) -> list[StepFile]:
@@ -312,7 +317,7 @@ class ModuleStates:
     def _untrained_in(self, file: StepFile, exclude: Collection[str], fragments: _Fragments) -> StateDict:
         root = file.root
         model: StateDict = {}
-        for name, value in ({} if self.layers else file.module).items():
+        for name, value in ({} if file.of_pipeline else file.module).items():
             if name in exclude:
                 continue
             slices = fragments.slices.get((file.rank, str(name)))

@@ -10,7 +10,8 @@ There are thousands of such files, and many have the same pickle: it is parsed o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
@@ -19,13 +20,14 @@ from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.formats.torch import TorchArchive, local_tensor, open_archive, parse_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.formats.zip import top_folder
-from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout
+from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.readers.deepspeed.autotp import records_shards, shards_of_autotp
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup
 from fsdpckpt.readers.deepspeed.pieces import RankGrid
-from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES
-from fsdpckpt.readers.deepspeed.required_files import OPTIMIZER_STATE, ZERO
+from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES, model_ranks_of, with_layers
+from fsdpckpt.readers.deepspeed.required_files import OPTIMIZER_STATE, ZERO, required_grid
 from fsdpckpt.readers.deepspeed.step import (
     ModuleStates,
     StepFile,
@@ -36,6 +38,7 @@ from fsdpckpt.readers.deepspeed.step import (
     groups_by_name,
     merge_files,
     open_files,
+    open_grid,
     plain,
     require_one_run,
     section_of,
@@ -92,22 +95,42 @@ _MAX_NAMES = 4
 
 
 def read_universal(
-    directory: str, model: Mapping[int, str], others: Sequence[str], table: FileTable, sources: Sources
+    directory: str,
+    model: Mapping[int, Mapping[int, str]],
+    layers: Mapping[int, str],
+    table: FileTable,
+    sources: Sources,
 ) -> Tree:
     """Read the model, the optimizer and the extras of the checkpoint in ``directory``.
 
-    ``model``: the paths of the module states, by rank or of rank 0 alone; ``others``: those of tensor parallel ranks
-    and pipeline stages after the first.
+    ``model``: the paths of the module states of each model-parallel rank, by data-parallel rank or of rank 0 alone;
+    ``layers``: the files of a pipeline's layers, which DeepSpeed's program does not copy.
 
     Raises SourceIncompleteError that lists the parameters without a weight, SourceCorruptError if the files contradict
     each other, and what ``read_archive`` raises.
     """
-    sources.prefetch_ends([*model.values(), *others])
-    partitioned = not file_name(next(iter(model.values()))).startswith("mp_rank_")
-    module = ModuleStates(open_files(model, table, sources), partitioned, RankGrid(len(model)))
-    more = [file for path in others for file in open_files({0: path}, table, sources)]
-    require_one_run(directory, [*module.files, *more])
-    return _Universal(directory, f"{directory.rstrip('/')}/{ZERO}", module, more, table, sources).tree()
+    sources.prefetch_ends([*(path for paths in model.values() for path in paths.values()), *layers.values()])
+    partitioned = not file_name(next(iter(model[0].values()))).startswith("mp_rank_")
+    files = open_grid(model, table, sources)
+    world_size = require_one_run(directory, files)
+    ranks = model_ranks_of(files)
+    grid = required_grid(directory, {}, model, per_rank=partitioned, world_size=world_size, model_ranks=ranks)
+    module = ModuleStates(files, partitioned, RankGrid(*grid))
+    if layers:
+        module = with_layers(module, directory, layers, table, sources)
+    elif len(model) > 1 and not any(file.of_pipeline for file in files):
+        module = _with_shards(module, directory)
+    return _Universal(directory, f"{directory.rstrip('/')}/{ZERO}", module, table, sources).tree()
+
+
+def _with_shards(module: ModuleStates, directory: str) -> ModuleStates:
+    """``module`` with how frozen parameters are cut, which tensor-parallel ranks have in their module states alone."""
+    trained = {name for file in module.of_model_ranks for group in module.groups(file) for name in group}
+    known = {*trained, *module.buffers(), *module.aliases()}
+    listed = [file for file in module.of_model_ranks if "buffer_names" in file.root]
+    if records_shards(module) or any(name not in known for file in listed for name in file.module):
+        return replace(module, shards=shards_of_autotp(directory, module, joined=True))
+    return module
 
 
 @dataclass(slots=True)
@@ -117,7 +140,6 @@ class _Universal:
     directory: str
     zero: str
     module: ModuleStates
-    others: list[StepFile]
     table: FileTable
     sources: Sources
     archives: list[TorchArchive] = field(default_factory=list)
@@ -126,7 +148,7 @@ class _Universal:
     def tree(self) -> Tree:
         groups = self._groups()
         entries = {entry.name: entry for entry in self.sources.list_directory(self.zero)}
-        shapes = {name: shape for group in groups for name, shape in group.items()}
+        shapes = {name: self._shape_of(name, shape) for group in groups for name, shape in group.items()}
         stored = self._stored(groups, shapes, entries)
         file = entries.get(OPTIMIZER_STATE)
         optimizer = None if file is None else open_files({0: file.path}, self.table, self.sources)[0]
@@ -160,24 +182,41 @@ class _Universal:
         cut = any(isinstance(leaf, Tensor) and leaf.sharded for leaf in model.values())  # frozen parameters of ZeRO 3
         tree = Tree(root, Layout.SHARDED if cut else Layout.FULL, "torch", ranks if cut else 1)
         add_extras(tree, merged)
-        opened = [*self.module.files, *self.others, *([optimizer] if optimizer is not None else [])]
+        layers = [file for file, _ in self.module.layers]
+        opened = [*self.module.files, *layers, *([optimizer] if optimizer is not None else [])]
         add_archives(tree, [*(file.archive for file in opened), *self.archives])
         message = f"{self.zero} has directories for {plural(len(shapes), 'parameter')} (DeepSpeed universal)"
         tree.notes += self.module.notes_on_copies(shapes, dtypes.pop()) if len(dtypes) == 1 else []
+        tree.notes += self._not_copied(model)
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         return tree
 
     def _groups(self) -> list[FlatGroup]:
-        """The parameters by flat tensor, including those of other tensor parallel ranks and pipeline stages."""
+        """The parameters by flat tensor of the first rank, including those of other model-parallel ranks.
+
+        Under ZeRO 3 each tensor-parallel rank has its own flat tensors, of the same parameters.
+        """
         groups = self.module.groups()
-        for file in self.others:
+        known = {name for group in groups for name in group}
+        for file in self.module.of_model_ranks[1:]:
             more = self.module.groups(file)
+            if self.module.partitioned and {name for group in more for name in group} == known:
+                continue
             if len(more) != len(groups):
                 what = f"it lists {plural(len(more), 'group')} of parameters, and rank 0 {len(groups)}"
                 raise contradiction(file.path, what)
             for group, added in zip(groups, more, strict=True):
-                group.update(added)
+                group.update({name: shape for name, shape in added.items() if name not in group})
+        listed = Counter(name for group in groups for name in group)
+        repeated = [name for name, count in listed.items() if count > 1]
+        if repeated:
+            raise contradiction(self.module.first.path, f"param_shapes has {repeated[0]} in several groups")
         return groups
+
+    def _shape_of(self, name: str, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole parameter of which a rank has ``local``."""
+        shards = self.module.shards.get(name)
+        return local if shards is None else shards.shape
 
     def _stored(
         self, groups: list[FlatGroup], shapes: FlatGroup, entries: Mapping[str, Entry]
@@ -234,11 +273,24 @@ class _Universal:
             raise contradiction(path, f"it holds no tensor of {name}")
         if state == _STEP and prod(leaf.shape) == 1:
             return local_tensor(leaf, number)
-        if leaf.shape != shape and not self.others and not (padded and leaf.shape[1:] == shape[1:]):
+        cut = self.module.grid.model > 1 and not self.module.shards  # nothing says how
+        if leaf.shape != shape and not cut and not (padded and leaf.shape[1:] == shape[1:]):
             if prod(leaf.shape) != prod(shape) or leaf.stride != contiguous_stride(leaf.shape):
                 raise contradiction(path, f"it has the shape {list(leaf.shape)}, and {name} has {list(shape)}")
             leaf.shape, leaf.stride = shape, contiguous_stride(shape)
         return local_tensor(leaf, number)
+
+    def _not_copied(self, model: Collection[Key]) -> list[Note]:
+        """A warning of the buffers that a pipeline has in the files of its layers."""
+        lost = sorted(self.module.buffers() - {str(key) for key in model})
+        if not lost or not self.module.first.of_pipeline:
+            return []
+        message = (
+            f"{plural(len(lost), 'buffer')} of the pipeline, and its frozen parameters, are not in {self.directory}: "
+            "ds_to_universal.py leaves the files of the layers behind. Copy layer_*-model_states.pt of the step into "
+            f"it to have them: {some_of(lost, _MAX_NAMES)}"
+        )
+        return [Note("not-carried", message, keys=tuple(lost), warning=True)]
 
     # The optimizer's file
 

@@ -2,8 +2,8 @@
 
 ``torchrun --nproc-per-node 4 -m tests.golden.deepspeed.parallel pipeline DIR '{"zero_optimization": {"stage": 1}}'``
 trains two pipeline stages of two data-parallel ranks; ``autotp`` two tensor-parallel ranks instead. Then
-``python -m tests.golden.deepspeed.parallel truth DIR`` keeps in ``DIR/truth.pt`` what DeepSpeed's own
-``ds_to_universal.py`` makes of every parameter and state, and the values that were never trained.
+``python -m tests.golden.deepspeed.parallel truth DIR`` lets DeepSpeed's own ``ds_to_universal.py`` make
+``DIR-universal``, and keeps in ``DIR/truth.pt`` its parameters and states, and the values that were never trained.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -185,14 +184,14 @@ def truth(directory: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     params: dict[str, dict[str, torch.Tensor]] = {}
-    with TemporaryDirectory() as made:
-        step, one = str(directory / "global_step3"), ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-        sys.argv = ["", "--input_folder", step, "--output_folder", made, "--inject_missing_state", "--no_strict", *one]
-        ds_to_universal.main(ds_to_universal.parse_arguments())
-        for file in Path(made, "zero").glob("*/*.pt"):
-            value = torch.load(file, weights_only=False)
-            value = torch.as_tensor(value["param"] if isinstance(value, dict) else value).clone()
-            params.setdefault(file.parent.name, {})[file.stem] = value
+    made = directory.with_name(f"{directory.name}-universal")
+    step, one = str(directory / "global_step3"), ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    sys.argv = ["", "--input_folder", step, "--output_folder", str(made), "--inject_missing_state", "--no_strict", *one]
+    ds_to_universal.main(ds_to_universal.parse_arguments())
+    for file in Path(made, "zero").glob("*/*.pt"):
+        value = torch.load(file, weights_only=False)
+        value = torch.as_tensor(value["param"] if isinstance(value, dict) else value).clone()
+        params.setdefault(file.parent.name, {})[file.stem] = value
     untrained = torch.load(directory / UNTRAINED)
     torch.save({"params": params, "untrained": untrained}, directory / "truth.pt")
     for name in (UNTRAINED, "zero_to_fp32.py", "zero_to_torch.py"):
