@@ -324,7 +324,7 @@ app.command(
     "units", cls=HelpCommand, short_help="Make a units file for FSDP1's flattened shards.", epilog=units.EXAMPLES
 )(command(units.units_command, [], [UnitsOptions], "fsdpckpt.api"))
 app.command("formats", cls=HelpCommand, short_help="List what can be read and written.", epilog=formats.EXAMPLES)(
-    command(formats.formats_command, [], [], "fsdpckpt.producers.table")
+    command(formats.formats_command, [], [], "fsdpckpt.producers.recognition")
 )
 
 

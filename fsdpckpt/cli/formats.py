@@ -89,7 +89,7 @@ def _written(each: Format) -> str:
 def all_formats() -> Iterator[Format]:
     """Every container, every flavor and every built-in map."""
     from fsdpckpt.maps import map_names, named_map
-    from fsdpckpt.producers.table import all_flavors  # which imports numpy: not for --help
+    from fsdpckpt.producers.recognition import all_flavors  # which imports numpy: not for --help
     from fsdpckpt.readers.registry import foreign_readers
 
     yield from CONTAINERS

@@ -23,7 +23,7 @@ from fsdpckpt.ir.units_json import encode
 from fsdpckpt.notebook import table
 from fsdpckpt.options import LinkMode
 from fsdpckpt.producers import Flavor
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import is_url

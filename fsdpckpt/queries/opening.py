@@ -14,7 +14,7 @@ from fsdpckpt.ir.sections import optimizers
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.commands import DiffOptions, KnowledgeOptions, VerifyOptions
 from fsdpckpt.options.declare import OptionRecord, options_of
-from fsdpckpt.producers.table import id_rule_of
+from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate, require_matches
 from fsdpckpt.storage.sources import Sources

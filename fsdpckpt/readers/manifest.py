@@ -33,7 +33,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.spans import stored_bytes
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.readers.side_files import auxiliary, section_of_name
 from fsdpckpt.storage import ByteSource, Entry

@@ -10,7 +10,7 @@ from dataclasses import replace
 from fsdpckpt.ir.checkpoint import Checkpoint, Problem
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import Form
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 
 
 def without_rank_facts(checkpoint: Checkpoint) -> Checkpoint:

@@ -16,7 +16,8 @@ from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, S
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.origin import LeftOut
-from fsdpckpt.producers.table import EXPORT_DIRECTORIES, export_files, recognise
+from fsdpckpt.producers.recognition import export_files, recognise
+from fsdpckpt.producers.table import EXPORT_DIRECTORIES
 from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import several_checkpoints
 from fsdpckpt.readers.protocol import MANIFEST, UNITS, Part, ReadOptions

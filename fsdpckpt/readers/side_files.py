@@ -15,7 +15,7 @@ from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import find_value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName, extra_keys
-from fsdpckpt.producers.table import export_files, flavor_named, recognise
+from fsdpckpt.producers.recognition import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path

@@ -20,7 +20,7 @@ from fsdpckpt.ir.optimizer import MemberNumber, Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.units import Groups, Units
-from fsdpckpt.producers.table import id_rule_of
+from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.text import first_lines, plural, some_of
 from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order, lists_own_order
 from fsdpckpt.transform.model_positions import places_in_model

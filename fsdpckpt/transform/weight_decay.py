@@ -19,7 +19,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.text import some_of
 
 STANDARD = "standard"

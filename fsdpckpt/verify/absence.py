@@ -11,7 +11,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, find_value
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.producers.flavors import extra_keys
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import BlockReader
 from fsdpckpt.verify.leaves import Address, Leaves, Path

@@ -9,7 +9,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, walk
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 
 Path: TypeAlias = tuple[Key, ...]
 Address: TypeAlias = tuple[Section, Path, int | None]  # the last: the rank, for the extras of one rank

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Slices, Tensor
-from fsdpckpt.producers.table import id_rule_of
+from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.model_positions import counts_over_model
 from fsdpckpt.transform.rekey import apply_key_type

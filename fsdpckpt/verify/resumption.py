@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Value, find_value
 from fsdpckpt.producers import Flavor, Form, RankFileName, extra_keys
-from fsdpckpt.producers.table import flavor_named, layout_of_form
+from fsdpckpt.producers.recognition import flavor_named, layout_of_form
 from fsdpckpt.readers.side_files import files_below, missing_file_warnings
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
 from fsdpckpt.ir.names import clean, without_fsdp
 from fsdpckpt.ir.optimizer import ParamKey
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 
 UNWRAPPED = "prefixes of wrapper modules in the names do not count as differences"
 

@@ -21,7 +21,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.text import plural, some_of, truncate
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one

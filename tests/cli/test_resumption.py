@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from fsdpckpt.producers.table import all_flavors
+from fsdpckpt.producers.recognition import all_flavors
 from tests.cli.conftest import Run, training_state
 from tests.cli.test_schemas import checked
 

@@ -9,7 +9,8 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Form, RankFileName
-from fsdpckpt.producers.table import FLAVORS, WRITABLE, export_files, flavor_named, recognise
+from fsdpckpt.producers.recognition import export_files, flavor_named, recognise
+from fsdpckpt.producers.table import FLAVORS, WRITABLE
 from tests.flat.flat_synthetic import checkpoint
 
 META, DCP = "meta.pt", ".metadata"

@@ -15,7 +15,7 @@ from fsdpckpt.converters import Report
 from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.side_files import side_files

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, TargetExistsError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.producers.table import EXPORT_DIRECTORIES, belongs, flavor_named
+from fsdpckpt.producers.recognition import belongs, flavor_named
+from fsdpckpt.producers.table import EXPORT_DIRECTORIES
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest
 from fsdpckpt.readers.protocol import MANIFEST, Locate

@@ -13,7 +13,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options.declare import Scope, given
-from fsdpckpt.producers.table import id_rule_of
+from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.transform.parameter_order import from_param_names
 from fsdpckpt.transform.rekey import recounted
 

@@ -13,7 +13,8 @@ from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN, Flavor, Form, PathKey
-from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE, flavor_named, foreign_flavors, layout_of_form
+from fsdpckpt.producers.recognition import flavor_named, foreign_flavors, layout_of_form
+from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE
 
 _PLAIN = "the target is plain"
 

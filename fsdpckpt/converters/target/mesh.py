@@ -26,7 +26,7 @@ from fsdpckpt.ir.tensors import (
 from fsdpckpt.layouts import on_dimensions, row_sharding
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources

@@ -15,7 +15,7 @@ from fsdpckpt.ir.sections import optimizers
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, find_value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
-from fsdpckpt.producers.table import flavor_named
+from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.side_files import SideFiles
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.resumption import (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.formats.zip import top_folder
-from fsdpckpt.producers.table import copied_by_rank
+from fsdpckpt.producers.recognition import copied_by_rank
 from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
