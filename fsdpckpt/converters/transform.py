@@ -11,21 +11,25 @@ from dataclasses import replace
 from fsdpckpt.converters.mapping import mapped_after
 from fsdpckpt.converters.steps.adapt import adapt
 from fsdpckpt.converters.steps.cast import give_own_tensors
-from fsdpckpt.converters.steps.check import refuse_states, require_reference, require_sound
+from fsdpckpt.converters.steps.check import require_reference, require_sound
 from fsdpckpt.converters.steps.copies import take_equal_copies
 from fsdpckpt.converters.steps.draft import Draft, Step, TransformedCheckpoint
 from fsdpckpt.converters.steps.export import export
 from fsdpckpt.converters.steps.fill import fill_states
-from fsdpckpt.converters.steps.keys import key_optimizer, name_optimizer, note_unused
+from fsdpckpt.converters.steps.keys import key_optimizer, name_optimizer
 from fsdpckpt.converters.steps.knowledge import Knowledge
-from fsdpckpt.converters.steps.names import clean_words, remove_prefixes, rename, restore_prefixes
 from fsdpckpt.converters.steps.numbers import number_sections
-from fsdpckpt.converters.steps.optimizer import group_parameters, keep_section, unwrap_quantized
-from fsdpckpt.converters.steps.place import note_unproved_cuts, place, place_rest, shard, shard_as_units
+from fsdpckpt.converters.steps.optimizer import group_parameters, unwrap_quantized
+from fsdpckpt.converters.steps.place import note_unproved_cuts, place, place_rest
+from fsdpckpt.converters.steps.prefixes import clean_words, remove_prefixes, restore_prefixes
+from fsdpckpt.converters.steps.refused_states import refuse_states
+from fsdpckpt.converters.steps.rename import rename
 from fsdpckpt.converters.steps.schedule import double_schedule
 from fsdpckpt.converters.steps.sections import each_section, take
-from fsdpckpt.converters.steps.select import select_keys
+from fsdpckpt.converters.steps.select import keep_section, select_keys
+from fsdpckpt.converters.steps.shard import shard, shard_as_units
 from fsdpckpt.converters.steps.unflatten import unflatten
+from fsdpckpt.converters.steps.unused import note_unused
 from fsdpckpt.converters.steps.wrap import require_something, require_whole_units, wrap
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.from_options import units_request

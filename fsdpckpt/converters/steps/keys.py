@@ -9,53 +9,16 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir import IdRule, Layout
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.units import Units
-from fsdpckpt.options.declare import Scope, given
 from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.transform.parameter_order import from_param_names
 from fsdpckpt.transform.rekey import recounted
 
 
-def note_unused(draft: Draft, decision: Decision) -> Draft:
-    """Note options that supply what the checkpoint states itself."""
-    options, checkpoint = decision.options, draft.checkpoint
-    has_nothing = checkpoint.model is None and checkpoint.optim is None  # of several sections, which use them
-    if draft.source_units is not None or draft.buffers_needed or has_nothing:
-        return draft
-    unused = given(options, Scope.KNOWLEDGE)
-    if decision.form is not None and decision.form.weights:  # the reference is the model's directory
-        unused = tuple(option for option in unused if option != flags.reference)
-    # Named sections use them on their own.
-    if not unused or options.missing_state is not None or checkpoint.named:
-        return draft
-    if _is_rekeyed(draft, decision) or _is_undecided(checkpoint, decision):
-        return draft
-    why = f"{checkpoint.source} itself says all that this conversion needs"
-    message = f"{' and '.join(f'{option}' for option in unused)} had no effect: {why}"
-    return draft.with_checkpoint(checkpoint.noted(Note("unused", message)))
-
-
-def _is_rekeyed(draft: Draft, decision: Decision) -> bool:
-    """Whether the optimizer has other keys than its own at the end or on the way."""
-    optim = draft.checkpoint.optim
-    on_the_way = ["name"] if _needs_names(draft, decision) else []
-    wanted = {decision.options.key_type or draft.source_keys, *on_the_way}
-    return optim is not None and wanted != {optim.key_type}
-
-
-def _is_undecided(checkpoint: Checkpoint, decision: Decision) -> bool:
-    """Whether something has to say which tensors of a sharded target are cut."""
-    if checkpoint.model is None or decision.layout is not Layout.SHARDED:
-        return False
-    leaves = checkpoint.model.params.values()
-    return any(isinstance(leaf, Tensor) and leaf.ndim and leaf.sharded is None for leaf in leaves)
-
-
 def name_optimizer(draft: Draft, decision: Decision) -> Draft:
     """Key the optimizer by name if anything that follows goes by names; else, early, as asked for."""
-    by_name = decision.layout is Layout.FLATTENED or _needs_names(draft, decision)
+    by_name = decision.layout is Layout.FLATTENED or needs_names(draft, decision)
     return _keyed(draft, decision, "name" if by_name else decision.options.key_type)
 
 
@@ -66,7 +29,7 @@ def key_optimizer(draft: Draft, decision: Decision) -> Draft:
     return keyed
 
 
-def _needs_names(draft: Draft, decision: Decision) -> bool:
+def needs_names(draft: Draft, decision: Decision) -> bool:
     """Whether the optimizer has to be keyed by name on the way, whatever its keys are in the end."""
     options = decision.options
     if options.include or options.exclude or options.missing_state or options.placements or options.like:

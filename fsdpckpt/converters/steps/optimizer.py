@@ -1,4 +1,4 @@
-"""The optimizer before its names change: its section, its groups, and states that FSDP must not cut."""
+"""The optimizer before its names change: its groups, and states that FSDP must not cut."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ from dataclasses import replace
 
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.ir import Layout, section_of
+from fsdpckpt.ir import Layout
 from fsdpckpt.ir.bitsandbytes import unwrapped
-from fsdpckpt.transform.selection import select_section
 from fsdpckpt.transform.weight_decay import list_parameters, note_one_group
-
-
-def keep_section(draft: Draft, decision: Decision) -> Draft:
-    """Apply ``--only``."""
-    return draft.with_checkpoint(select_section(draft.checkpoint, section_of(decision.options.only)))
 
 
 def unwrap_quantized(draft: Draft, decision: Decision) -> Draft:

@@ -1,14 +1,14 @@
-"""Applies ``--include`` and ``--exclude`` to the model and the optimizer, which is keyed by name."""
+"""Applies ``--only``; then ``--include`` and ``--exclude``, to the model and the optimizer, which is keyed by name."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from fsdpckpt.converters.steps.draft import Draft
-from fsdpckpt.converters.steps.names import renaming
+from fsdpckpt.converters.steps.rename import renaming
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.changes import NameChanges
-from fsdpckpt.ir import Layout
+from fsdpckpt.ir import Layout, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.names import without_module
 from fsdpckpt.transform.selection import (
@@ -17,7 +17,13 @@ from fsdpckpt.transform.selection import (
     is_selected,
     keep_keys,
     parameter_names,
+    select_section,
 )
+
+
+def keep_section(draft: Draft, decision: Decision) -> Draft:
+    """Apply ``--only``."""
+    return draft.with_checkpoint(select_section(draft.checkpoint, section_of(decision.options.only)))
 
 
 def select_keys(draft: Draft, decision: Decision) -> Draft:

@@ -1,4 +1,4 @@
-"""Names: without the prefixes of wrappers on the way, and as ``--rename`` and the prefix options ask at the end."""
+"""The prefixes of wrappers: names go without them until they are written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir import Layout
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.names import leading_wrapper, normalise
 from fsdpckpt.ir.table import Table
-from fsdpckpt.transform.renaming import Renaming
 
 
 def remove_prefixes(draft: Draft, _: Decision) -> Draft:
@@ -51,24 +50,3 @@ def restore_prefixes(draft: Draft, decision: Decision) -> Draft:
     return draft.with_checkpoint(
         names.put_back_wrappers(draft.checkpoint) if keeps else names.report_wrappers(draft.checkpoint)
     )
-
-
-def rename(draft: Draft, decision: Decision) -> Draft:
-    """Apply ``--rename`` and the prefix options. It comes late: sections are matched by the names of the source."""
-    checkpoint, unmatched = renaming(draft, decision).applied_to(draft.checkpoint)
-    return replace(draft.with_unmatched(unmatched), checkpoint=checkpoint, renamed=True)
-
-
-def with_written_names(draft: Draft, decision: Decision, checkpoint: Checkpoint) -> Checkpoint:
-    """``checkpoint`` with the names that will be written, which options and other checkpoints may use too."""
-    if draft.renamed:
-        return checkpoint
-    keeps = not decision.options.clean_names
-    named = draft.source_names.put_back_wrappers(checkpoint) if keeps else checkpoint
-    return renaming(draft, decision).applied_to(named)[0]
-
-
-def renaming(draft: Draft, decision: Decision) -> Renaming:
-    """What the options do to names."""
-    options = decision.options
-    return Renaming(options.strip_prefix, options.rename, options.add_prefix, draft.leads)
