@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fsdpckpt
 from tests.cli.conftest import saved
+from tests.recipes.runner import filled, run_action
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: the recipes were not tested")
 __all__ = ["saved"]
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+ACTION = yaml.safe_load((RECIPES / "action.yml").read_text())
 SIZES = (8, 16, 64)
 
 
@@ -35,11 +38,6 @@ def shell(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": root}
 
 
-def filled(text: str, values: Mapping[str, str]) -> str:
-    """``text`` with GitHub's expressions replaced."""
-    return re.sub(r"\$\{\{\s*([\w.-]+)\s*\}\}", lambda found: values[found[1]], text)
-
-
 @pytest.fixture
 def saved_by_ranks(tmp_path: Path) -> Path:
     """One file a rank, with random states that differ: what new ranks get is copied, and what is left over is lost."""
@@ -52,77 +50,107 @@ def saved_by_ranks(tmp_path: Path) -> Path:
     return directory
 
 
-def action_steps(place: Mapping[str, str], world_size: int) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """The name, the commands and the environment of each step of the composite action, as the workflow calls it."""
-    (job,) = yaml.safe_load((RECIPES / "github-actions.yml").read_text())["jobs"].values()
-    action = yaml.safe_load((RECIPES / "action.yml").read_text())
+@pytest.fixture
+def workflow() -> dict[Any, Any]:
+    return yaml.safe_load((RECIPES / "github-actions.yml").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def runner(shell: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """The environment of a job, with a pip that only notes what it was asked for."""
+    (tmp_path / "bin" / "pip").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/installed\n')
+    (tmp_path / "bin" / "pip").chmod(0o755)
+    (tmp_path / "temp").mkdir()
+    (tmp_path / "work").mkdir()
+    return {**shell, "RUNNER_TEMP": str(tmp_path / "temp"), "RETRY_SECONDS": "0"}
+
+
+def call_of(workflow: Mapping[Any, Any], checkpoint: Path, targets: Path, world_size: int = SIZES[0]) -> dict[str, str]:
+    """What the workflow gives the action for ``checkpoint``, which somebody entered by hand."""
+    contexts = {"inputs.checkpoint": str(checkpoint), "matrix.world-size": str(world_size), "github.run_id": "17"}
+    contexts |= {"vars.FSDPCKPT_PACKAGE": "fsdpckpt[s3]", "env.TARGETS": str(targets)}
+    contexts["env.CHECKPOINT"] = filled(workflow["env"]["CHECKPOINT"], contexts)
+    (job,) = workflow["jobs"].values()
     (call,) = (step for step in job["steps"] if step["uses"].startswith("./"))
-    values = {f"env.{name}": value for name, value in place.items()}
-    values |= {"matrix.world-size": str(world_size), "github.run_id": "17", "vars.FSDPCKPT_PACKAGE": "fsdpckpt"}
-    given = {name: filled(str(value), values) for name, value in call["with"].items()}
-    declared = action["inputs"]
-    assert {name for name, each in declared.items() if each.get("required")} <= given.keys() <= declared.keys()
-    inputs = {f"inputs.{name}": given.get(name, each.get("default", "")) for name, each in declared.items()}
-    for step in action["runs"]["steps"]:
-        if "run" in step and step["name"] != "Install":
-            assert step["shell"] == "bash"
-            yield step["name"], step["run"], {name: filled(text, inputs) for name, text in step["env"].items()}
+    return {name: filled(str(value), contexts) for name, value in call["with"].items()}
 
 
-def run_step(command: str, environment: Mapping[str, str], directory: Path) -> subprocess.CompletedProcess[str]:
-    """As GitHub runs a step whose shell is bash."""
-    return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", command],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-def test_the_action_reshards_compares_and_reports(saved_by_ranks: Path, tmp_path: Path, shell: dict[str, str]) -> None:
-    workflow = yaml.safe_load((RECIPES / "github-actions.yml").read_text())
+def test_the_workflow_reshards_the_newest_every_night(workflow: dict[Any, Any]) -> None:
     assert workflow[True]["schedule"]  # YAML 1.1 takes the key "on" for a truth value
     assert tuple(workflow["jobs"]["reshard"]["strategy"]["matrix"]["world-size"]) == SIZES
     assert "AWS_DEFAULT_REGION" in workflow["env"]
-    place = {"CHECKPOINT": str(saved_by_ranks), "TARGETS": str(tmp_path / "resharded")}
-    assert place.keys() <= workflow["env"].keys()
-    runner = {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
-    names = []
-    for name, command, environment in action_steps(place, SIZES[0]):
-        done = run_step(command, {**shell, **runner, **environment}, tmp_path)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        names.append(name)
-    assert names[:2] == ["Verify", "Draw"] and names[-1] == "Summary"
-    report = tmp_path / "reshard-report"
+    nobody = {"inputs.checkpoint": ""}
+    assert filled(workflow["env"]["CHECKPOINT"], nobody) == "s3://my-runs/nightly/latest"
+
+
+def test_the_action_reshards_compares_and_reports(
+    saved_by_ranks: Path, tmp_path: Path, runner: dict[str, str], workflow: dict[Any, Any]
+) -> None:
+    given = call_of(workflow, saved_by_ranks, tmp_path / "resharded")
+    target = tmp_path / "resharded" / "17" / f"on-{SIZES[0]}"
+    job = run_action(ACTION, given, runner, tmp_path / "work")
+    assert job.failed is None, job.failed
+    assert (tmp_path / "installed").read_text() == "install fsdpckpt[s3]\n"
+    assert job.names[2:4] == ["Verify", "Draw"] and job.skipped == ["Ask whether the framework resumes from it"]
+    artifact = job.steps[-1]
+    assert artifact.uses.startswith("actions/upload-artifact@")
+    report = tmp_path / "work" / artifact.inputs["path"]
+    assert artifact.inputs["name"] == "reshard-report-on-8"
     assert sorted(path.name for path in report.iterdir()) == [
-        "checkpoint.html", "convert.json", "diff.txt", "inspect.json", "plan.txt", "verify.txt", "verify.xml",
+        "checkpoint.html", "convert.json", "convert.txt", "diff.txt", "inspect.json", "plan.txt", "verify.txt",
+        "verify.xml",
     ]  # fmt: skip
     assert json.loads((report / "convert.json").read_text())["world_size"] == SIZES[0]
-    assert "0 differ" in (report / "diff.txt").read_text() and "is whole" in (report / "verify.txt").read_text()
-    summary = (tmp_path / "summary.md").read_text()
-    assert f"{saved_by_ranks} for 8 ranks" in summary and "is whole" in summary and "0 differ" in summary
-    assert fsdpckpt.diff(saved_by_ranks, tmp_path / "resharded" / "17" / f"on-{SIZES[0]}").same
-    steps = yaml.safe_load((RECIPES / "action.yml").read_text())["runs"]["steps"]
-    always = [step for step in steps if step.get("if") == "always()"]  # a step that failed is the one to read about
-    assert ["Summary", "upload" in str(always[1].get("uses"))] == [always[0]["name"], True] and len(always) == 2
+    assert f"{saved_by_ranks} for 8 ranks" in job.summary and "is whole" in job.summary and "0 differ" in job.summary
+    assert job.outputs == {"target": str(target), "warnings": "0"}
+    assert fsdpckpt.diff(saved_by_ranks, target).same
+    # The job is run again: what is there is compared, and taken.
+    again = run_action(ACTION, given, runner, tmp_path / "work", only=["Verify", "Convert"])
+    assert again.failed is None and json.loads((report / "convert.json").read_text())["was_complete"]
+
+
+def test_the_action_asks_whether_the_framework_resumes(
+    saved_by_ranks: Path, tmp_path: Path, runner: dict[str, str], workflow: dict[Any, Any]
+) -> None:
+    given = {**call_of(workflow, saved_by_ranks, tmp_path / "resharded", 2), "framework": "torchtitan"}
+    asks = "Ask whether the framework resumes from it"
+    uploads = "Keep the report, that of a step that failed above all"
+    job = run_action(ACTION, given, runner, tmp_path / "work", only=["Verify", "Convert", asks, "Summary", uploads])
+    assert job.failed is not None and job.failed.name == asks
+    assert job.failed.code == 1 and "**resumes**" in job.summary and "torchtitan does not resume" in job.summary
+    assert job.names[-2:] == ["Summary", uploads]
+
+
+def test_what_is_damaged_is_not_resharded_and_the_summary_says_what_it_is(
+    saved_by_ranks: Path, tmp_path: Path, runner: dict[str, str], workflow: dict[Any, Any]
+) -> None:
+    damaged = saved_by_ranks / "model_world_size_3_rank_1.pt"
+    content = bytearray(damaged.read_bytes())
+    content[content.index(struct.pack("<f", 3.0))] ^= 1
+    damaged.write_bytes(content)
+    job = run_action(ACTION, call_of(workflow, saved_by_ranks, tmp_path / "resharded"), runner, tmp_path / "work")
+    assert job.failed is not None and (job.failed.name, job.failed.code) == ("Verify", 1)
+    assert job.names[3:] == ["Summary", "Keep the report, that of a step that failed above all"]
+    assert "checksum mismatch" in job.summary and damaged.name in job.summary
+    results = (tmp_path / "work" / "reshard-report" / "verify.xml").read_text()
+    assert "<failure" in results and "checksum mismatch" in results
+    assert not (tmp_path / "resharded").exists()
 
 
 @pytest.mark.parametrize(("retryable", "tries"), [(True, 3), (False, 1)])
 def test_the_action_tries_again_what_may_succeed_later(
-    retryable: bool, tries: int, tmp_path: Path, shell: dict[str, str]
+    retryable: bool, tries: int, tmp_path: Path, runner: dict[str, str], workflow: dict[Any, Any]
 ) -> None:
-    program = Path(shell["PATH"].split(os.pathsep)[0]) / "fsdpckpt"
     document = json.dumps({"error": {"retryable": retryable}})
-    program.write_text(f"#!/bin/sh\necho try >> {tmp_path}/tries\necho '{document}'\nexit 3\n")
-    (tmp_path / "reshard-report").mkdir()
-    place = {"CHECKPOINT": "a", "TARGETS": "b"}
-    (convert,) = (each for each in action_steps(place, 8) if each[0] == "Convert")
-    environment = {**shell, **convert[2], "RUNNER_TEMP": str(tmp_path), "RETRY_SECONDS": "0"}
-    assert run_step(convert[1], environment, tmp_path).returncode == 3
+    (tmp_path / "bin" / "fsdpckpt").write_text(
+        f"#!/bin/sh\necho try >> {tmp_path}/tries\necho '{document}'\necho 'error: the store is down' >&2\nexit 3\n"
+    )
+    (tmp_path / "work" / "reshard-report").mkdir()
+    given = call_of(workflow, Path("a"), Path("b"))
+    job = run_action(ACTION, given, runner, tmp_path / "work", only=["Convert", "Summary"])
+    assert job.failed is not None and job.failed.code == 3
     assert (tmp_path / "tries").read_text().count("try") == tries
+    assert "**convert**" in job.summary and "the store is down" in job.summary
 
 
 def test_the_batch_script_reshards_to_the_world_size_of_its_task_and_may_be_run_again(
