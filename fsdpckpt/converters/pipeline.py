@@ -27,6 +27,7 @@ from fsdpckpt.converters.output import Publisher, Request, publisher_of
 from fsdpckpt.converters.output.division import divide_work, files_in, holders_of
 from fsdpckpt.converters.output.overwrite import explain_why_overwrite_is_refused
 from fsdpckpt.converters.output.places import OutputPlaces
+from fsdpckpt.converters.output.publisher import StagingNeededError
 from fsdpckpt.converters.output.resume import run_identity, source_copies
 from fsdpckpt.converters.prepare import Prepared, make_report, prepare
 from fsdpckpt.converters.report import Report, encode_manifest
@@ -72,8 +73,17 @@ def convert(
     if group.rank:
         progress = NoProgress()
     peers = cast("list[ProcessIdentity]", group.all_gather_objects(process_identity(), name="processes"))
-    with publisher_of(Request(group, source, target, options, progress, scope, peers)) as publisher:
-        conversion = _Conversion(group, source, publisher, progress, peers)
+    request = Request(group, source, target, options, progress, scope, peers)
+    try:
+        return _convert(request, publisher_of(request), workers_here)
+    except StagingNeededError:  # what is written, one object or more, is known only from the plan
+        return _convert(request, publisher_of(request, staged=True), workers_here)
+
+
+def _convert(request: Request, publisher: Publisher, workers_here: int) -> Report:
+    group, source, progress = request.group, request.source, request.progress
+    with publisher:
+        conversion = _Conversion(group, source, publisher, progress, request.peers)
         report = conversion.run(workers_here)
         return publisher.finish(report, conversion.holders)
 

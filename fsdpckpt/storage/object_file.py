@@ -15,7 +15,8 @@ import numpy as np
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.storage.upload import PartsUpload, RemoteTarget
+from fsdpckpt.storage.parts import PartsUpload
+from fsdpckpt.storage.upload import RemoteTarget
 
 CLOSE_SECONDS = 5.0  # for what is being sent when an upload is given up: the next run removes what comes later
 

@@ -23,7 +23,6 @@ import json
 import os
 import posixpath
 import threading
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,18 +32,23 @@ from typing import Any, TypeVar
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.storage.parts import (
+    MAX_PARTS,
+    PartsUpload,
+    abort_leftovers,
+    begin_parts,
+    package_of,
+    request_target,
+    takes_parts,
+)
 from fsdpckpt.storage.protocols import UPLOADING, is_url, remote_identity
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
-from fsdpckpt.storage.retry import target_error, with_retries
 from fsdpckpt.storage.target_checks import TargetState
 from fsdpckpt.text import bytes_text
 
 T = TypeVar("T")
 
-_request = partial(with_retries, make_error=target_error)
-
 PART = 8 << 20  # bytes buffered for each running request; every store accepts parts of this size
-MAX_PARTS = 10_000  # of one S3 object
 COPIES = 4  # of a part in memory while it is sent: the stores' packages make copies of their own
 MAX_UPLOADS = 8  # at a time: fewer fill the line to a store already
 
@@ -92,7 +96,7 @@ class RemoteTarget:
     def announced(self) -> tuple[str, frozenset[str]]:
         """The id of the interrupted upload there, and the names of all objects that it uploads or replaces."""
         path = self._path(UPLOADING)
-        data = _request(lambda: self.filesystem.cat_file(path), url=self._url(UPLOADING), action="reading it")
+        data = request_target(lambda: self.filesystem.cat_file(path), url=self._url(UPLOADING), action="reading it")
         try:
             marker = json.loads(data)
             return str(marker["upload"]), frozenset((UPLOADING, *marker["files"], *marker["replaced"]))
@@ -115,7 +119,6 @@ class RemoteTarget:
 
     def begin(self, sizes: Mapping[str, int], upload: str) -> None:
         """Steps 1 and 2. ``sizes``: bytes of every file to be uploaded, by relative name. ``upload``: its id."""
-        self._abort_leftovers()
         if "" not in sizes:
             self._announce(sizes, upload)
             for name in self.names:
@@ -176,20 +179,18 @@ class RemoteTarget:
         """The store's description of the object ``name`` now."""
         path = self._path(name)
         self._forget_listing(path)
-        info: dict[str, Any] = _request(lambda: self.filesystem.info(path), url=self._url(name), action="looking it up")
+        look_up = partial(self.filesystem.info, path)
+        info: dict[str, Any] = request_target(look_up, url=self._url(name), action="looking it up")
         return info
 
     def _upload(self, name: str, path: str, nbytes: int, options: UploadOptions) -> None:
         """Upload a file. Raises TargetUnwritableError; then nothing is visible."""
         part = max(PART, -(-nbytes // MAX_PARTS))
-        package = type(self.filesystem).__module__.partition(".")[0]
-        if nbytes > part and self.takes_parts:
+        if nbytes > part and self._uploads_in_parts:
             self._in_parts(name, path, part, options)
-        elif nbytes > part and package == "adlfs":
-            self._in_blocks(name, path, part, options)
         else:
             write = self._whole if nbytes <= part else self._streamed
-            _request(lambda: write(self._path(name), path, part), url=self._url(name), action="uploading it")
+            request_target(lambda: write(self._path(name), path, part), url=self._url(name), action="uploading it")
             options.advance(nbytes)
 
     def _whole(self, target: str, path: str, part: int) -> None:
@@ -227,21 +228,21 @@ class RemoteTarget:
         except BaseException:
             parts.abort()
             raise
+        self._forget_listing(self._path(name))
 
     @property
-    def takes_parts(self) -> bool:
-        """Whether an object can be sent in parts, in any order, and appears when it is complete."""
-        return takes_parts(self.filesystem)
+    def _uploads_in_parts(self) -> bool:
+        """Whether a finished file is sent in parts: to Google it goes as gcsfs sends it, one part after the other."""
+        return takes_parts(self.filesystem) and package_of(self.filesystem) != "gcsfs"
 
     def in_parts(self, name: str) -> PartsUpload:
         """Begin to send the object ``name`` in parts."""
-        call = partial(self._s3, self._url(name), Key=self.filesystem.split_path(self._path(name))[1])
-        return PartsUpload(call, lambda: self._forget_listing(self._path(name)))
+        return begin_parts(self.filesystem, self._path(name), self._url(name))
 
     def put(self, name: str, data: bytes | bytearray) -> None:
         """Make ``data`` the object ``name``, in one request."""
         path = self._path(name)
-        _request(lambda: self.filesystem.pipe_file(path, bytes(data)), url=self._url(name), action="uploading it")
+        request_target(lambda: self.filesystem.pipe_file(path, bytes(data)), url=self._url(name), action="uploading it")
         self._forget_listing(path)
 
     def tag_of(self, name: str, nbytes: int) -> str:
@@ -253,7 +254,8 @@ class RemoteTarget:
     def move(self, name: str, to: str) -> None:
         """Give an object another name, inside the store: ``to`` appears, or is replaced, at once."""
         source, target = self._path(name), self._path(to)
-        _request(lambda: self.filesystem.cp_file(source, target), url=self._url(to), action="moving it into place")
+        copy = partial(self.filesystem.cp_file, source, target)
+        request_target(copy, url=self._url(to), action="moving it into place")
         self._forget_listing(target)
         self._delete(name)
 
@@ -264,57 +266,19 @@ class RemoteTarget:
         """Undo ``begin``: nothing is uploaded here."""
         self._delete(UPLOADING)
 
-    def abort_parts(self, name: str) -> None:
-        """Remove the invisible parts that killed uploads of the object ``name`` left behind."""
-        self._abort(self.filesystem.split_path(self._path(name))[1], below=False)
+    def abort_leftovers(self) -> None:
+        """Remove the invisible parts that killed uploads of finished files to here left behind."""
+        if self._uploads_in_parts:
+            self.abort_parts("", below=True)
 
-    def _in_blocks(self, name: str, path: str, part: int, options: UploadOptions) -> None:
-        """For Azure: blocks are invisible until they are committed; Azure deletes uncommitted ones after a week.
-
-        adlfs's own file object is not used: it turns every failure of a block into a RuntimeError.
-        """
-        from azure.storage.blob import BlobBlock
-        from fsspec.asyn import sync
-
-        container, blob, _ = self.filesystem.split_path(self._path(name))
-
-        def call(method: str, action: str, *arguments: object, **keywords: object) -> None:
-            async def request() -> None:
-                async with self.filesystem.service_client.get_blob_client(container, blob) as client:
-                    await getattr(client, method)(*arguments, **keywords)
-
-            _request(lambda: sync(self.filesystem.loop, request), url=self._url(name), action=action)
-
-        run = uuid.uuid4().hex  # keeps blocks of other uploads of this object apart
-
-        def send(number: int, data: bytes) -> str:
-            block = f"{run}-{number:06}"  # all names have one length, as Azure requires
-            call("stage_block", f"uploading part {number + 1}", block, data, length=len(data))
-            return block
-
-        blocks = [BlobBlock(block) for block in _in_parallel(path, part, send, options)]
-        call("commit_block_list", "ending the upload", blocks, metadata={"is_directory": "false"})  # as adlfs marks it
-        self._forget_listing(self._path(name))
-
-    def _s3(self, url: str, method: str, action: str, **options: Any) -> Any:
-        bucket = self.filesystem.split_path(self.root)[0]
-        return _request(lambda: self.filesystem.call_s3(method, Bucket=bucket, **options), url=url, action=action)
-
-    def _abort_leftovers(self) -> None:
-        """Remove the invisible parts that killed uploads to here left behind."""
-        if self.takes_parts:
-            self._abort(self.filesystem.split_path(self.root)[1], below=True)
-
-    def _abort(self, key: str, *, below: bool) -> None:
-        call = partial(self._s3, self.url, action="removing the parts of an interrupted upload")
-        for upload in call("list_multipart_uploads", Prefix=key).get("Uploads", ()):
-            if upload["Key"] == key or (below and upload["Key"].startswith(f"{key}/")):
-                call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
+    def abort_parts(self, name: str, *, below: bool) -> None:
+        """Remove those of killed uploads of the object ``name``, or of all objects ``below`` it, too."""
+        abort_leftovers(self.filesystem, self._path(name), self._url(name), below=below)
 
     def _announce(self, sizes: Mapping[str, int], upload: str) -> None:
         replaced = [name for name in self.names if name != UPLOADING]
         text = json.dumps({"program": "fsdpckpt", "upload": upload, "files": dict(sizes), "replaced": replaced})
-        _request(
+        request_target(
             lambda: self.filesystem.pipe_file(self._path(UPLOADING), text.encode()),
             url=self._url(UPLOADING),
             action="uploading it",
@@ -325,7 +289,7 @@ class RemoteTarget:
             with suppress(FileNotFoundError):
                 self.filesystem.rm_file(self._path(name))
 
-        _request(delete, url=self._url(name), action="deleting it")
+        request_target(delete, url=self._url(name), action="deleting it")
 
     def _forget_listing(self, path: str) -> None:
         self.filesystem.invalidate_cache(self.filesystem._parent(path))
@@ -335,41 +299,6 @@ class RemoteTarget:
 
     def _url(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
-
-
-class PartsUpload:
-    """An object of S3 that is sent in parts, which are invisible until ``complete``. Thread-safe.
-
-    ``call(method, action, **options)`` asks the store about this object.
-    """
-
-    def __init__(self, call: Callable[..., Any], completed: Callable[[], None]) -> None:
-        self._call = call
-        self._completed = completed
-        self._upload = call("create_multipart_upload", "beginning the upload")["UploadId"]
-        self._parts: dict[int, str] = {}
-
-    def send(self, number: int, data: bytes | bytearray) -> None:
-        """Send part ``number``, counted from 0."""
-        action = f"uploading part {number + 1}"
-        answer = self._call("upload_part", action, UploadId=self._upload, PartNumber=number + 1, Body=data)
-        self._parts[number] = answer["ETag"]
-
-    def complete(self) -> None:
-        """Make the object of all parts that were sent."""
-        parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self._parts.items())]
-        upload = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
-        self._call("complete_multipart_upload", "ending the upload", **upload)
-        self._completed()
-
-    def abort(self) -> None:
-        with suppress(TargetUnwritableError):  # the next run aborts it, and the cause is what matters
-            self._call("abort_multipart_upload", "removing the parts of a failed upload", UploadId=self._upload)
-
-
-def takes_parts(filesystem: Any) -> bool:
-    """Whether objects can be sent in parts, in any order, without being seen before they are complete."""
-    return type(filesystem).__module__.partition(".")[0] == "s3fs"
 
 
 def open_target(url: str, source: str, *, state: TargetState) -> RemoteTarget:
@@ -397,7 +326,7 @@ def open_target(url: str, source: str, *, state: TargetState) -> RemoteTarget:
         if type(other) is type(filesystem):
             _refuse_source(url, name, root)
     filesystem.invalidate_cache()
-    listed = _request(lambda: list(_find(filesystem, root)), url=url, action="listing it")
+    listed = request_target(lambda: list(_find(filesystem, root)), url=url, action="listing it")
     objects = (name for name in listed if not name.endswith("/"))  # else it is a directory's placeholder
     names = tuple(name[len(root) :].lstrip("/") for name in objects)
     remote = RemoteTarget(target, filesystem, root, names)
@@ -411,7 +340,7 @@ def _find(filesystem: Any, path: str) -> Iterator[str]:
 
     fsspec's own ``find``, which these packages replace, takes a directory for empty if listing it fails.
     """
-    if type(filesystem).__module__.partition(".")[0] in ("s3fs", "gcsfs", "adlfs"):
+    if package_of(filesystem) in ("s3fs", "gcsfs", "adlfs"):
         yield from map(str, filesystem.find(path))
         return
     with suppress(FileNotFoundError):

@@ -61,6 +61,10 @@ class InterruptedWork:
     received: frozenset[str] = frozenset()
 
 
+class StagingNeededError(Exception):
+    """This output has to be staged on a local disk: nothing was written, and ``Spooled`` can write it."""
+
+
 class Publisher(Protocol):
     """Owns the locks, the staging and the leftovers of one run. As a context manager, holds the locks.
 

@@ -1,10 +1,11 @@
 """Publishes in an object store without a local disk: target files are sent in parts as they are assembled.
 
-For stores that take an object in parts, in any order (S3). The order is that of any upload (``storage.upload``): DST is
-announced, so that readers refuse it; the data is sent; the output is opened in the store and checked; then the files
-that list the others follow, and the announcement is deleted. Those lists are small, and are kept in the spool of rank 0
-until then. A DST that is one object is sent under a hidden name beside it, checked there, and moved by the store, so
-that it appears, or replaces an older one, at once.
+For stores that take an object in parts, in any order (``storage.parts``). The order is that of any upload
+(``storage.upload``): DST is announced, so that readers refuse it; the data is sent; the output is opened in the store
+and checked; then the files that list the others follow, and the announcement is deleted. Those lists are small, and
+are kept in the spool of rank 0 until then. A DST that is one object is sent under a hidden name beside it, checked
+there, and moved by the store, so that it appears, or replaces an older one, at once. A store that has no such move
+(Azure) gets one object from the spool (``Spooled``).
 
 Of several workers each sends whole objects: a part is held until the checksums in it are known, and those of another
 worker's bytes are known late. It assembles an object from its beginning to its end, also where it waits for bytes that
@@ -30,7 +31,13 @@ from fsdpckpt import flags
 from fsdpckpt.converters.linking import Linking
 from fsdpckpt.converters.output.announced import AnnouncedSources
 from fsdpckpt.converters.output.places import OutputPlaces, Place
-from fsdpckpt.converters.output.publisher import Holders, InterruptedWork, Publisher, Request
+from fsdpckpt.converters.output.publisher import (
+    Holders,
+    InterruptedWork,
+    Publisher,
+    Request,
+    StagingNeededError,
+)
 from fsdpckpt.converters.output.rename import Rename
 from fsdpckpt.converters.output.resume import is_resumable, require_same_run
 from fsdpckpt.converters.output.sent_journal import SentJournal, SentObject, sent_objects
@@ -52,20 +59,23 @@ from fsdpckpt.storage import is_url
 from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
 from fsdpckpt.storage.local import replace_file, target_errors
 from fsdpckpt.storage.object_file import ObjectFile
+from fsdpckpt.storage.parts import MAX_PARTS, renames_at_once, takes_parts
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.target_checks import TargetState
-from fsdpckpt.storage.upload import COPIES, MAX_PARTS, UPLOADED_LAST, RemoteTarget, takes_parts
+from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget
 from fsdpckpt.text import plural, size_text
 
 PART = 5 << 20  # bytes: the smallest part that S3 takes
 _HIDDEN = ".{}.fsdpckpt-staging"  # the directory beside DST, in the store, where a DST of one object is checked
 
 
-def publisher_of(request: Request) -> Publisher:
-    """How the output of ``request`` is written and published."""
+def publisher_of(request: Request, *, staged: bool = False) -> Publisher:
+    """How the output of ``request`` is written and published. ``staged``: to a store, through a local disk."""
     if not is_url(request.target):
         return Rename(request)
+    if staged:
+        return Spooled(request)
     group, streams = request.group, False
     with group.step("choose how to write"), group.heartbeat():
         if group.rank == 0:  # it has the spool, and what it sees of the store is what counts
@@ -156,11 +166,16 @@ class Streamed(Spooled):
         """Each thread has its windows, the part that it fills and the part that it sends, which the store's package
         copies. The whole may exceed ``--max-memory`` by one part.
         """
+        one_object = False
         with self.group.step("divide the memory"):
             if plan is not None:
+                one_object = [file.path for file in plan.files] == [""]
                 self._divide_memory(budget, plan)
-        numbers = (self._part, self._budget.threads, self._budget.window)
-        self._part, threads, window = cast("Sequence[int]", self.group.broadcast_object(numbers, name="the memory"))
+        numbers = (self._part, self._budget.threads, self._budget.window, one_object)
+        shared = self.group.broadcast_object(numbers, name="the memory")
+        self._part, threads, window, one_object = cast("tuple[int, int, int, bool]", shared)
+        if one_object and not self._compares and not renames_at_once(self._store.filesystem):
+            raise StagingNeededError
         self._budget = Budget(threads, window)
         return self._budget
 
@@ -261,8 +276,9 @@ class Streamed(Spooled):
             there = f"{self._url} was already complete: every byte was compared, nothing was uploaded"
             return Note("resumed", there)
         if self._sent:
+            were = "was" if len(self._sent) == 1 else "were"
             count = plural(len(self._sent), "file")
-            return Note("resumed", f"continued an interrupted upload: {count} were already there")
+            return Note("resumed", f"continued an interrupted upload: {count} {were} already there")
         if changed_sources:
             why = f"because its source has changed ({changed_sources[0]})"
             what = f"what an interrupted run had sent to {self._url} was sent again"
@@ -311,9 +327,10 @@ class Streamed(Spooled):
         if self._directory:
             announced[MANIFEST] = 0
         if self._directory:
+            self._store.abort_parts("", below=True)
             self._store.begin(announced, self._upload)
         else:
-            self._objects().abort_parts(self._staged)
+            self._objects().abort_parts(self._staged, below=False)
 
     def link(self, output: Target, linking: Linking, files: Sequence[SourceFile], sources: Sources) -> None:
         """Nothing can be linked in a store."""

@@ -8,8 +8,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.e2e.remote.servers import await_port, free_port
+
+if TYPE_CHECKING:
+    from tests.e2e.remote.google_parts import XmlApi
 
 __all__ = ["azurite", "azurite_program", "connection", "google"]
 
@@ -43,13 +49,16 @@ def connection(url: str) -> str:
 
 
 @contextmanager
-def google() -> Iterator[str]:
-    from gcp_storage_emulator.server import create_server
+def google(api: XmlApi) -> Iterator[str]:
+    """gcp-storage-emulator, with ``api``."""
+    from gcp_storage_emulator import server as emulator
 
     port = free_port()
-    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="runs")
-    server.start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.stop()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(emulator, "HANDLERS", (*emulator.HANDLERS[:-1], *api.handlers))
+        server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="runs")
+        server.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
 )
 from fsdpckpt.progress import NoProgress
-from tests.e2e.remote.servers import Proxy, proxy
+from fsdpckpt.storage.parts import begin_parts
+from tests.e2e.remote.servers import Proxy, Seen, proxy
 from tests.e2e.remote.stopping import StoppedUpload
 from tests.e2e.remote.stores import azurite, azurite_program, connection, google
 from tests.e2e.remote.test_reading import assert_the_same
@@ -30,11 +31,14 @@ from tests.e2e.remote.test_reading import assert_the_same
 
 @dataclass(frozen=True)
 class Store:
-    """``scheme``: of its URLs; ``direct``: a client that the proxy does not see."""
+    """``scheme``: of its URLs; ``direct``: a client that the proxy does not see. ``unfinished``: the objects of which
+    there are parts and no object.
+    """
 
     scheme: str
     proxy: Proxy
     direct: Any
+    unfinished: Callable[[], list[str]]
 
     def url(self, name: str) -> str:
         return f"{self.scheme}://runs/{name}"
@@ -67,10 +71,13 @@ def started(kind: str, directory: Path) -> Any:
             pytest.skip(f"{package} is not installed: {kind} was not tested")
     program = azurite_program()
     if kind == "google":
-        return google()
+        from tests.e2e.remote.google_parts import XmlApi
+
+        api = XmlApi()
+        return google(api), lambda: [upload.key for upload in api.uploads.values()]
     if program is None:
         pytest.skip("neither azurite-blob on the PATH nor FSDPCKPT_AZURITE: azure was not tested")
-    return azurite(program, directory)
+    return azurite(program, directory), lambda: []
 
 
 @pytest.fixture(scope="session", params=["azure", "google"])
@@ -78,7 +85,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     import fsspec
 
     kind = request.param
-    running = started(kind, tmp_path_factory.mktemp(kind))
+    running, unfinished = started(kind, tmp_path_factory.mktemp(kind))
     with running as backend, proxy(backend) as state, pytest.MonkeyPatch.context() as patches:
         if kind == "azure":
             direct = fsspec.filesystem("abfs", connection_string=connection(backend))
@@ -92,7 +99,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
             patches.setattr(ExtendedGcsFileSystem, "_get_bucket_type", ordinary)
             direct = fsspec.filesystem("gs", endpoint_url=backend, token="anon")
-        yield Store({"azure": "abfs", "google": "gs"}[kind], state, direct)
+        yield Store({"azure": "abfs", "google": "gs"}[kind], state, direct, unfinished)
 
 
 @pytest.fixture
@@ -180,10 +187,70 @@ def test_a_large_file_goes_up_in_parts_and_an_attempt_that_broke_shows_nothing(
 
 
 def test_an_upload_that_is_stopped_shows_nothing(store: Store, large: Path) -> None:
+    stage = "upload" if store.scheme == "abfs" else "copy"  # one object is staged for Azure
     with pytest.raises(KeyboardInterrupt):
-        fsdpckpt.convert(large, store.url("large.pt"), progress=StoppedUpload())
-    if store.scheme == "abfs":  # which reports an upload part by part
-        assert store.names("large") == set()
+        fsdpckpt.convert(large, store.url("large.pt"), progress=StoppedUpload(stage))
+    assert (store.names("large"), store.unfinished()) == (set(), [])
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_directory_goes_up_in_parts_without_a_disk_unless_one_is_named(
+    staged: bool, store: Store, large: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"to": "sharded", "world_size": 2, "verify": "full"}
+    fsdpckpt.convert(large, tmp_path / "alone", **options)
+    on_disk: list[int] = []
+
+    def look(method: str, path: str, begin: int | None) -> None:
+        files = [file for file in (tmp_path / "staging").rglob("*") if file.is_file()]
+        on_disk.append(sum(file.stat().st_size for file in files))
+
+    store.proxy.fault = look  # type: ignore[assignment]
+    where = {"staging": tmp_path / "staging"} if staged else {}
+    report = fsdpckpt.convert(large, store.url("large"), **options, **where)
+    assert report.streamed is not staged
+    assert (max(on_disk) > 1 << 24) if staged else (max(on_disk) < 1 << 17)
+    for path in (tmp_path / "alone").iterdir():
+        assert store.content(f"large/{path.name}") == path.read_bytes()
+    if not staged:
+        blocks = [each for each in store.proxy.seen if "__0_0.distcp" in each.path and _is_part(each)]
+        assert len(blocks) == 2, "9 MB"
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def _is_part(seen: Seen) -> bool:
+    return seen.method == "PUT" and ("comp=block&" in f"{seen.query}&" or "partNumber=" in seen.query)
+
+
+def test_what_a_broken_upload_has_completed_is_not_sent_again(store: Store, large: Path, tmp_path: Path) -> None:
+    def second_file(method: str, path: str, begin: int | None) -> str | None:
+        return "403" if method == "PUT" and "__1_0.distcp" in path else None
+
+    options: dict[str, Any] = {"to": "sharded", "world_size": 2, "threads": 1}
+    store.proxy.fault = second_file
+    with pytest.raises(TargetUnwritableError, match="credentials"):
+        fsdpckpt.convert(large, store.url("large"), **options)
+    store.proxy.fault = None
+    assert store.names("large") == {"large/fsdpckpt.uploading", "large/__0_0.distcp"}
+    assert store.unfinished() == []
+    came = store.version("large/__0_0.distcp")
+    report = fsdpckpt.convert(large, store.url("large"), **options)
+    assert store.version("large/__0_0.distcp") == came
+    assert [note.message for note in report.notes if note.kind == "resumed"] == [
+        "continued an interrupted upload: 1 file was already there"
+    ]
+    assert fsdpckpt.diff(store.url("large"), large).same
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_parts_that_killed_uploads_left_are_removed_and_those_of_neighbours_are_not(store: Store, files: Path) -> None:
+    if store.scheme == "abfs":
+        pytest.skip("Azure removes blocks itself")
+    names = ["new", "new/0", "new/1", "new/2", "new/3", "newer/0", "others"]
+    for name in names:
+        begin_parts(store.direct, f"runs/{name}", store.url(name)).send(0, b"x")
+    fsdpckpt.convert(files / "full.pt", store.url("new"), to="sharded", world_size=2)
+    assert sorted(store.unfinished()) == ["newer/0", "others"]
 
 
 def test_a_directory_whose_upload_broke_is_refused_by_readers_until_it_is_resumed(store: Store, files: Path) -> None:

@@ -61,8 +61,7 @@ def store(monkeypatch: pytest.MonkeyPatch, staging: Path) -> Iterator[str]:
     monkeypatch.setattr(streamed, "PART", SMALL)
     monkeypatch.setattr(streamed, "takes_parts", lambda _: True)
     monkeypatch.setattr(upload, "takes_parts", lambda _: True)
-    monkeypatch.setattr(upload.RemoteTarget, "_abort_leftovers", lambda _: None)
-    monkeypatch.setattr(upload.RemoteTarget, "abort_parts", lambda *_: None)
+    monkeypatch.setattr(upload.RemoteTarget, "abort_parts", lambda *_, **__: None)
     monkeypatch.setattr(
         upload.RemoteTarget, "in_parts", lambda target, name: MemoryParts(target.filesystem, target._path(name))
     )
