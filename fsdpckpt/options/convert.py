@@ -327,7 +327,7 @@ class ConvertOptions(OptionRecord):
     threads: int | None = option("Number of threads that copy.", Heading.RESOURCES, minimum=1, changes_output=False)
     # For a path it has no effect, and the summary says so: one command may serve both.
     staging: str | None = option(
-        "Stage a DST for an object store in this local directory (default: TMPDIR, and nothing is staged for S3).",
+        "Stage a DST for an object store in this local directory (default: TMPDIR, and mostly nothing is staged).",
         Heading.RESOURCES,
         kind=PATH,
         metavar="DIR",
