@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fsdpckpt import flags
@@ -18,6 +18,7 @@ from fsdpckpt.errors import FsdpckptError, InterruptedRunError, SourceError, Sou
 from fsdpckpt.globs import matches
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import Progress
+from fsdpckpt.readers.candidates import is_pointer_file
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.target_checks import require_outside
@@ -84,7 +85,8 @@ def convert_each(
 
 def find_checkpoints(run: str, glob: str, newer_than: str | None) -> list[str]:
     """The names below ``run`` that match ``glob``, component by component, in natural order; only those after
-    ``newer_than``. Hidden names match no glob, and a link to what is found anyway is no second checkpoint.
+    ``newer_than``. Hidden names match no glob, a link to what is found anyway is no second checkpoint, and a ``latest``
+    file that names a step is none.
     """
     found = {"": ""}  # where each leads, if there is a link on the way
     with Sources() as sources:
@@ -119,7 +121,7 @@ def _matching(run: str, above: tuple[str, str], glob: str, sources: Sources) -> 
     if entry is None or not entry.directory:
         return
     for child in sources.list_directory(directory):
-        if not child.name.startswith(".") and matches(child.name, glob):
+        if not child.name.startswith(".") and matches(child.name, glob) and not is_pointer_file(child):
             leads_to = child.link or (f"{link}/{child.name}" if link else "")
             yield (f"{name}/{child.name}" if name else child.name), leads_to
 
@@ -173,9 +175,14 @@ def _has_form(name: str, glob: str) -> bool:
 def _no_match_error(run: str, glob: str, newer_than: str | None) -> SourceMissingError:
     with Sources() as sources:
         entry = sources.stat(run)
-        names: Sequence[str] = ()
-        if entry is not None and entry.directory:
-            names = sorted((child.name for child in sources.list_directory(run)), key=natural)
+        if entry is None or not entry.directory:
+            lacks = "does not exist" if entry is None else "is a file"
+            return SourceMissingError(
+                f"{run} {lacks}, and {flags.each} takes the directory of a run",
+                file=run,
+                next_step=None if entry is None else f"give that directory, or drop {flags.each} to convert this file",
+            )
+        names = sorted((child.name for child in sources.list_directory(run)), key=natural)
     after = f" after {newer_than}" if newer_than is not None else ""
     return SourceMissingError(
         f"nothing in {run} matches {flags.each(glob)}{after}",

@@ -87,10 +87,12 @@ def _newest_lines(run: Run, columns: int | None) -> Iterator[Line]:
     newest, proposed = by_name[run.newest], by_name[run.proposed]
     yield f"newest: {newest.name}" + ("" if newest.complete else ", which is not complete")
     complete = [each.step for each in run.checkpoints if each.complete and each.step is not None]
-    if proposed.step != newest.step and proposed.step == max(complete, default=None):
+    pointing = next((pointer for pointer, name in run.pointers.items() if proposed.name.startswith(name)), None)
+    if proposed.step == newest.step:
+        pass
+    elif pointing is None or proposed.step == max(complete, default=None):
         yield f"newest complete: {proposed.name}"
-    elif proposed.step != newest.step:
-        pointing = next(pointer for pointer, name in run.pointers.items() if proposed.name.startswith(name))
+    else:
         text = f"{pointing} names {proposed.name}: the trainer may have stopped before it had saved {newest.name}"
         yield from labelled("problem:", text, Colour.BAD, columns)
     yield f"next: fsdpckpt inspect {shlex.quote(proposed.path)}"

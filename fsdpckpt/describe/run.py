@@ -13,6 +13,7 @@ from fsdpckpt.notebook import table
 from fsdpckpt.readers.candidates import newest, pointer_text, pointers, proposed
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
+from fsdpckpt.readers.search import WORDS_OF_STEP
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural
 
@@ -20,8 +21,6 @@ _EMPTY = "empty: its save did not finish, or it was not copied"
 ITSELF = "."  # the name of what lies beside the steps of a run
 _MOST_FINDINGS = 3  # of an error, beside what is wrong
 _DEEPEST = 4  # checkpoints below checkpoints: runs/step_7/actor
-# The number after the first of these words that a path has is the step.
-_WORDS_OF_STEP = ("step", "checkpoint", "ckpt", "iter(?:ation)?", "epoch", "ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def _row(checkpoint: Checkpoint, path: str, name: str) -> RunCheckpoint:
 
 def step_of(name: str) -> int | None:
     """The step that the name of a checkpoint says: ``global_step_7/actor``, ``epoch=1-step=500.ckpt``."""
-    for word in _WORDS_OF_STEP:
+    for word in WORDS_OF_STEP:
         if match := re.search(rf"(?:^|[^a-z]){word}[-_=]?0*(\d+)", name, re.IGNORECASE):
             return int(match[1])
     numbers = re.findall(r"\d+", name)

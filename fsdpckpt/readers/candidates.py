@@ -374,9 +374,16 @@ def _is_there(path: str, named: str, sources: Sources) -> bool:
 
 def _content_of_pointer(entry: Entry, sources: Sources) -> str | None:
     """The last component of what a small file such as ``latest`` names, "" for an empty one; None for any other."""
-    if not _POINTER.match(entry.name) or entry.directory or entry.link or entry.nbytes > _MAX_POINTER_BYTES:
+    if not is_pointer_file(entry):
         return None
-    return posixpath.basename(sources.open(entry.path).read(0, entry.nbytes).decode("utf-8", "replace").strip())
+    text = sources.open(entry.path).read(0, entry.nbytes).decode("utf-8", "replace").strip()
+    return posixpath.basename(text.rstrip("/"))
+
+
+def is_pointer_file(entry: Entry) -> bool:
+    """Whether ``entry`` is a small file that is called as those that name the last step."""
+    named_so = _POINTER.match(entry.name) is not None
+    return named_so and not entry.directory and not entry.link and entry.nbytes <= _MAX_POINTER_BYTES
 
 
 def _names_step(path: str, named: str) -> bool:

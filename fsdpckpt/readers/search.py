@@ -29,8 +29,10 @@ from fsdpckpt.storage import UPLOADING, Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text, names_text
 
+# What a number in the name of a step follows; the first of these words that a name has says which step it is.
+WORDS_OF_STEP = ("step", "checkpoint", "ckpt", "iter(?:ation)?", "epoch", "ep")
 # Sub-directories named like this are checkpoints of their own, not parts of one.
-_NUMBERED = re.compile(r"(?:^|[_-])(?:checkpoint|ckpt|step|global_step|epoch|ep|iter|iteration)[-_]?\d+", re.IGNORECASE)
+_NUMBERED = re.compile(rf"(?:^|[_-])(?:{'|'.join(WORDS_OF_STEP)})[-_=]?\d+", re.IGNORECASE)
 # Directories of which none is listed twice. A checkpoint with one for each module has thousands.
 _MAX_LISTED = 20_000
 _NUMBERS = re.compile(r"\d+")
@@ -40,7 +42,7 @@ _PART_FILE = re.compile(rf"(?:{_PART_NAME.pattern}).*\.(?:pt|pth|bin|ckpt|pkl)$"
 
 
 def is_numbered(name: str) -> bool:
-    """Whether a directory of this name is one of several checkpoints: ``step-1000``, ``checkpoint-500``."""
+    """Whether a directory of this name is one of several checkpoints: ``checkpoint-500``, ``epoch=1-step=500``."""
     return _NUMBERED.search(name) is not None
 
 

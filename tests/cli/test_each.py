@@ -158,3 +158,17 @@ def test_a_link_to_itself_does_not_stop_the_others(run_of_three: Path, tmp_path:
     assert [(attempt.name, attempt.exit_code) for attempt in attempts] == [
         *(("step-1", 3), ("step-900", 0), ("step-1000", 3), ("step-1100", 0))
     ]
+
+
+def test_a_file_that_names_the_last_step_is_no_checkpoint(run_of_three: Path) -> None:
+    (run_of_three / "logs").rmdir()
+    (run_of_three / "latest").write_text("step-1100")
+    (run_of_three / "latest_checkpointed_iteration.txt").write_text("1100")
+    torch.save({"weight": torch.randn(3)}, run_of_three / "latest.pt")
+    assert runs.find_checkpoints(str(run_of_three), "*", None) == ["latest.pt", *STEPS]
+
+
+def test_a_run_that_is_a_file_or_is_not_there_is_said(run_of_three: Path, tmp_path: Path) -> None:
+    for name, what in (("step-900/model.pt", "is a file"), ("gone", "does not exist")):
+        with pytest.raises(SourceMissingError, match=f"{name} {what}"):
+            fsdpckpt.convert_each(run_of_three / name, tmp_path / "out", "*", to="full")

@@ -86,6 +86,22 @@ def test_a_latest_file_names_what_is_there_although_it_cannot_be_read(tmp_path: 
     assert run.lost == () and run.newest == "checkpoint-1100" and run.proposed == "checkpoint-1000"
 
 
+def test_the_directory_that_a_latest_file_names_may_end_with_a_slash(tmp_path: Path) -> None:
+    for step in (900, 1000):
+        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
+    (tmp_path / "latest").write_text("runs/checkpoint-900/\n")
+    run = described(tmp_path)
+    assert (run.pointers, run.lost, run.proposed) == ({"latest": "checkpoint-900"}, (), "checkpoint-900")
+
+
+@pytest.mark.parametrize("form", ["epoch={}-step=50", "ckpt_{}", "gpt-iter={}"])
+def test_a_damaged_step_is_a_row_whatever_stands_before_its_number(tmp_path: Path, form: str) -> None:
+    for number in (1, 2):
+        saved(tmp_path / form.format(number) / "model.pt")
+    saved(tmp_path / form.format(3) / "model_world_size_3_rank_0.pt")
+    assert [row.complete for row in described(tmp_path).checkpoints] == [True, True, False]
+
+
 def test_a_damaged_step_is_a_row_and_stops_no_other(tmp_path: Path) -> None:
     for step in (1, 2):
         saved(tmp_path / f"step-{step}" / "model.pt")

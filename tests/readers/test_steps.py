@@ -100,3 +100,10 @@ def test_the_final_model_of_the_trainer_is_read_and_is_a_row_of_its_run(tmp_path
     save(OPTIM, run / "optimizer.pt")  # which the Trainer never writes there
     with pytest.raises(SeveralCheckpointsError):
         fsdpckpt.inspect(run)
+
+
+def test_the_newest_complete_step_is_said_although_an_earlier_epoch_has_a_higher_number(tmp_path: Path) -> None:
+    for name in ("epoch=1-step=500", "epoch=2-step=100", "epoch=3-step=50"):
+        save(BOTH, tmp_path / name)
+    (tmp_path / "epoch=3-step=50" / ".metadata").unlink()
+    assert "newest complete: epoch=2-step=100" in inspected(tmp_path)

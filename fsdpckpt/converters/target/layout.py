@@ -73,13 +73,19 @@ def require_file_name(target: str, spec: Decision) -> None:
     """Raises UsageError if one file is written and DST is a directory or ends with a slash."""
     if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
         name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
-        other = f"; or add {flags.to('sharded')} for a directory" if spec.options.to is None else ""
+        other = ""
+        if spec.options.to is None:
+            renamed = (
+                ", and give it a name without a suffix" if os.path.splitext(target.rstrip("/"))[1] in _OF_FILES else ""
+            )
+            other = f"; or add {flags.to('sharded')} for a directory{renamed}"
         raise UsageError(
             f"DST names a directory, {target}, and a {spec.layout} {spec.container} checkpoint is one file",
             next_step=f"give the file a name, for example {name}{other}",
         )
 
 
+_OF_FILES = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
 _WITHOUT_SHARDS = "-ddp"  # the end of the name of a flavor whose jobs do not shard
 
 

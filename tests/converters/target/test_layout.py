@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpckpt.converters.target.layout import choose_layout
+from fsdpckpt.converters.target.layout import choose_layout, require_file_name
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
@@ -96,3 +96,12 @@ def test_a_form_that_a_producer_does_not_have_names_the_option_to_drop(
     given = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if name != "flavor"]
     assert all(words in caught.value.what for words in given or ["one .pt file"])
     assert caught.value.next_step == next_step
+
+
+@pytest.mark.parametrize(("target", "advised"), [("x.pt/", True), ("x/", False)])
+def test_a_name_that_the_advice_would_be_refused_with_is_said_to_be_changed(target: str, advised: bool) -> None:
+    """``--to sharded`` refuses ``x.pt/``."""
+    source = checkpoint(4, layout=FULL)
+    with pytest.raises(UsageError, match="names a directory") as error:
+        require_file_name(target, choose_layout(target, ConvertOptions(), source))
+    assert ("a name without a suffix" in str(error.value.next_step)) == advised
