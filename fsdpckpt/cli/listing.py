@@ -10,6 +10,7 @@ from fsdpckpt.cli.folded_stats import joined_stats
 from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
 from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import NamedTensor, Section
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Stats
 from fsdpckpt.text import braces, count_text, fold, key_text, shape_text, size_text
@@ -179,7 +180,8 @@ def _chunk_rows(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
     from fsdpckpt.ir.coverage import box_text
 
     source = description.checkpoint.source.rstrip("/")
-    paths = ["-" if file.generated else _relative_to_source(file.path, source) for file in description.checkpoint.files]
+    files = description.checkpoint.files
+    paths = [_relative_to_source(file.path, source) if isinstance(file, Stored) else "-" for file in files]
     for row, named in zip(rows, description.tensors, strict=True):
         chunks = named.tensor.chunks
         columns = (chunks.rank, chunks.start, chunks.size, chunks.file, chunks.offset)

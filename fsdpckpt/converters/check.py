@@ -28,7 +28,7 @@ from fsdpckpt.flat.match import Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.files import Stored, pack_files, stored_by_number, unpack_files
 from fsdpckpt.ir.names import normalise
 from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
@@ -100,17 +100,17 @@ class OutputCheck:
         pairs, written = self._match()
         if self.options.verify is not VerifyLevel.FULL:
             return {}
-        names = [self._name(file.path) for file in written]
-        lengths = [file.nbytes for file in written]
+        named = [self._named(file) for file in written]
         divided = [pairs, []]
         if group.world_size > 1:
-            message = [pack_pairs(pairs), names, lengths]
-            packed, names, lengths = cast(
-                "tuple[object, list[str], list[int]]", group.broadcast_object(message, name="what is to be compared")
+            message = [pack_pairs(pairs), pack_files(named)]
+            packed, packed_files = cast(
+                "tuple[object, list[list[object]]]", group.broadcast_object(message, name="what is to be compared")
             )
+            named = unpack_files(packed_files)
             pairs = pairs if group.rank == 0 else unpack_pairs(packed)
-            divided = divide_pairs(pairs, self.seen_by, self._visible_output(names), group.world_size)
-        compared = self._compare(divided[group.rank], names, lengths) | self._compare_rest(divided[-1], written)
+            divided = divide_pairs(pairs, self.seen_by, self._visible_output(named), group.world_size)
+        compared = self._compare(divided[group.rank], named) | self._compare_rest(divided[-1], written)
         with group.step("check that the sources did not change"), group.heartbeat():
             self.require_unchanged()
         with group.step("require equal tensors"):
@@ -182,19 +182,28 @@ class OutputCheck:
         here = self.places.seen_from(self.group.rank)
         serve_sources(self.group, roots={self.places.places[0].path: here.path})
 
-    def _name(self, path: str) -> str:
-        return "" if path == self.path else os.path.relpath(path, self.path)
+    def _named(self, file: SourceFile) -> SourceFile:
+        """``file`` of the output under its name in that, "" if it is the output."""
+        if not isinstance(file, Stored):
+            return file
+        return Stored("" if file.path == self.path else os.path.relpath(file.path, self.path), file.nbytes)
 
-    def _visible_output(self, names: Sequence[str]) -> SeenBy:
-        seen_by = np.zeros((len(names), self.group.world_size), bool)
-        for number, name in enumerate(names):
-            seen_by[number, list(self.holders.get(name, ()))] = True
+    def _here(self, file: SourceFile) -> SourceFile:
+        """A file of the output, which has its name there, where this rank finds it."""
+        if not isinstance(file, Stored):
+            return file
+        return Stored(self.places.locate(self.group.rank, file.path), file.nbytes)
+
+    def _visible_output(self, named: Sequence[SourceFile]) -> SeenBy:
+        seen_by = np.ones((len(named), self.group.world_size), bool)
+        for number, file in stored_by_number(named).items():
+            seen_by[number] = False
+            seen_by[number, list(self.holders.get(file.path, ()))] = True
         return seen_by
 
-    def _compare(self, pairs: Sequence[Pair], names: Sequence[str], lengths: Sequence[int]) -> Compared:
-        """Compare this rank's share; return the results of all ranks."""
-        paths = [self.places.locate(self.group.rank, name) for name in names]
-        written = [Stored(*each) for each in zip(paths, lengths, strict=True)]
+    def _compare(self, pairs: Sequence[Pair], named: Sequence[SourceFile]) -> Compared:
+        """Compare this rank's share; return the results of all ranks. ``named``: the files of the output."""
+        written = list(map(self._here, named))
         with self.group.step("compare the output"), self.group.heartbeat(), Sources() as sources, self._blamed():
             share = self._read(pairs, sources, written)
         compared: Compared = {}

@@ -31,6 +31,7 @@ from fsdpckpt.execute.checks import require_checksum, sum_of
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.execute.recorded import linked_checksums
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note, SourceFile
+from fsdpckpt.ir.files import require_stored, stored_by_number
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.options import ConvertOptions, LinkMode
 from fsdpckpt.plan import FilePlan, Plan
@@ -155,7 +156,7 @@ def choose_linking(requested: LinkMode, files: Sequence[SourceFile], target: str
     """
     if requested is LinkMode.COPY:
         return Linking(requested)
-    local = {number: file.path for number, file in enumerate(files) if not file.generated and not is_url(file.path)}
+    local = {number: file.path for number, file in stored_by_number(files).items() if not is_url(file.path)}
     unseen = next((path for path in local.values() if not os.path.isfile(path)), None)
     devices = {number: os.stat(path).st_dev for number, path in local.items()} if unseen is None else {}
     parent, _ = existing_and_missing(os.path.dirname(os.path.realpath(target)))
@@ -226,7 +227,7 @@ def _equal_file(file: FilePlan, linking: Linking, files: Sequence[SourceFile], s
     if number not in linking.files or files[number].nbytes != file.nbytes:
         return None
     in_place = (copies.file == number) & (copies.source == copies.target) & (copies.rows == 1) & (copies.cast < 0)
-    return number if in_place.all() and _same_literals(file, sources, files[number].path) else None
+    return number if in_place.all() and _same_literals(file, sources, require_stored(files[number]).path) else None
 
 
 def _same_literals(file: FilePlan, sources: Sources, path: str) -> bool:
@@ -251,7 +252,7 @@ def make_links(
     since it was read.
     """
     for link in target.links:
-        source, path = files[link.source].path, staging.locate(link.path)
+        source, path = require_stored(files[link.source]).path, staging.locate(link.path)
         with target_errors(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
         (hardlink if linking.mode is LinkMode.HARDLINK else reflink)(os.path.realpath(source), path)
@@ -267,7 +268,7 @@ def require_linked(target: Target, files: Sequence[SourceFile], path: str) -> No
     """Raises TargetExistsError unless the linked files of the complete DST at ``path`` are those of the source."""
     for link in target.links:
         linked = os.path.join(path, link.path) if link.path else path
-        source = files[link.source].path
+        source = require_stored(files[link.source]).path
         if not os.path.isfile(linked) or not (
             os.path.samefile(linked, source) or filecmp.cmp(linked, source, shallow=False)
         ):

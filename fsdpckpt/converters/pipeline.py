@@ -41,7 +41,7 @@ from fsdpckpt.execute.checks import unverified_spans
 from fsdpckpt.execute.job import MAX_THREADS, Budget, Job, for_worker, make_budget, pack_job, threads_for, unpack_job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, first_record, identity_of, joined
 from fsdpckpt.ir.checkpoint import Note, SourceFile
-from fsdpckpt.ir.files import Stored, pack_files, unpack_files
+from fsdpckpt.ir.files import Stored, pack_files, paths_in, unpack_files
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.options import ConvertOptions, OutputScope, VerifyLevel
 from fsdpckpt.plan import Plan
@@ -201,7 +201,7 @@ class _Conversion:
         message = None
         if self._prepared is not None:
             files = self._prepared.transformed.checkpoint.files
-            planned = {file.path for file in files}
+            planned = set(paths_in(files))
             others = [path for path in self._opened if path not in planned]
             links = [link.path for link in self._prepared.output.links]
             message = (pack_files(files), others, self._prepared.spec.directory, links)
@@ -221,7 +221,7 @@ class _Conversion:
             self._sources.append(sources)
             seen = see_sources(self.group, [*files, *others], sources).first(len(files))
         if self.group.rank == 0:
-            self._warnings += seen.notes([file.path for file in files])
+            self._warnings += seen.notes(list(map(str, files)))
         return seen
 
     def _divide(

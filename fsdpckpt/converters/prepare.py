@@ -27,6 +27,7 @@ from fsdpckpt.flat.units.sections import labels_of
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
+from fsdpckpt.ir.files import require_stored
 from fsdpckpt.ir.stored_once import stored_bytes
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions
@@ -193,7 +194,7 @@ def make_report(
     """
     checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
     options = spec.options
-    linked = [(link.path, checkpoint.files[link.source]) for link in output.links]
+    linked = [(link.path, require_stored(checkpoint.files[link.source])) for link in output.links]
     files = [PlannedFile(path, file.nbytes, source=file.path) for path, file in linked]
     files += [PlannedFile(file.path, file.nbytes) for file in output.files]
     link = prepared.linking.mode

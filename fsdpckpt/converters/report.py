@@ -17,6 +17,7 @@ from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.account import Fate
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
+from fsdpckpt.ir.files import require_stored
 from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
@@ -235,7 +236,7 @@ def _section_units(checkpoint: Checkpoint) -> dict[str, object]:
 def _linked_entry(
     linked: LinkedFile, link: LinkMode, checkpoint: Checkpoint, without_paths: Callable[[str], str]
 ) -> dict[str, object]:
-    source = checkpoint.files[linked.source]
+    source = require_stored(checkpoint.files[linked.source])
     manifest = checkpoint.origin.manifest
     name = os.path.relpath(source.path, manifest.directory) if manifest is not None else ""
     listed = manifest.files.get(name) if manifest is not None else None

@@ -14,7 +14,8 @@ import numpy as np
 from fsdpckpt import flags
 from fsdpckpt.globs import matches_any
 from fsdpckpt.ir import SectionName
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Note, Section, SourceFile
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Note, Section
+from fsdpckpt.ir.files import Stored, stored_by_number
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.stored_once import stored
 from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
@@ -155,9 +156,9 @@ def describe(
     return Description(checkpoint, sections, tuple(chosen), key_type=key_type)
 
 
-def stored_files(checkpoint: Checkpoint) -> list[SourceFile]:
+def stored_files(checkpoint: Checkpoint) -> list[Stored]:
     """The files of ``checkpoint``, without the values that this program computed."""
-    return [file for file in checkpoint.files if not file.generated]
+    return list(stored_by_number(checkpoint.files).values())
 
 
 def _summary(tensors: list[NamedTensor]) -> SectionSummary:
@@ -202,7 +203,8 @@ def _rows_with_chunks(description: Description) -> Iterator[JsonText]:
 def _chunk_texts(description: Description) -> Iterator[str]:
     """The chunks of each tensor as one JSON text: an object for each of millions of chunks takes longer."""
     paths = [
-        "null" if file.generated else json.dumps(file.path, ensure_ascii=False) for file in description.checkpoint.files
+        json.dumps(file.path, ensure_ascii=False) if isinstance(file, Stored) else "null"
+        for file in description.checkpoint.files
     ]
     box_texts: dict[tuple[Boxes, int], list[str]] = {}  # of tensors that are cut alike
     for named in description.tensors:

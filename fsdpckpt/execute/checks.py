@@ -23,6 +23,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
+from fsdpckpt.ir.files import path_of
 from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.plan import Copies, Plan, rows_of, split_copies
 from fsdpckpt.plan.written import BEGIN, END, NUMBER
@@ -156,7 +157,7 @@ class SourceCheck:
         number = np.searchsorted(begins, records[0], side="right") - 1
         between = (number < 0) | (ends[number] <= records[0])
         crc = combine([*rest, *map(tuple, records[:, between].T.tolist())])
-        require_checksum(self._files[file].path, 0, self._files[file].nbytes, self._whole[file], crc, recorded=True)
+        require_checksum(f"{self._files[file]}", 0, self._files[file].nbytes, self._whole[file], crc, recorded=True)
 
     def rest_of_files(self, plan: Plan) -> Int64Array:
         """What to read of files that are compared as a whole, beyond what ``plan`` reads: rows of file, record, offset,
@@ -215,12 +216,12 @@ class SourceCheck:
         crcs: dict[tuple[int, int], int] = {}
         for offset, nbytes, crc in parts:
             if crcs.setdefault((offset, nbytes), crc) != crc:
-                raise _read_differently(self._files[file].path, offset, nbytes, crcs[offset, nbytes], crc)
+                raise _read_differently(f"{self._files[file]}", offset, nbytes, crcs[offset, nbytes], crc)
             if offset not in before:
                 continue
             total, end = crc32_combine(before[offset], crc, nbytes), offset + nbytes
             if before.setdefault(end, total) != total:
-                raise _read_differently(self._files[file].path, begin, end - begin, before[end], total)
+                raise _read_differently(f"{self._files[file]}", begin, end - begin, before[end], total)
         return before.get(begin + length)
 
     def missing_parts(self, spans: Mapping[int, Int64Array]) -> Int64Array:
@@ -274,7 +275,7 @@ class SourceCheck:
 
     def _compare(self, file: int, index: int, crc: int) -> None:
         offset, nbytes, expected = self._record(file, index)
-        path = self._files[file].path
+        path = str(self._files[file])
         recorded = (offset, nbytes) == (0, self._files[file].nbytes)
         require_checksum(path, offset, nbytes, expected, crc, recorded=recorded)
 
@@ -318,8 +319,8 @@ def _require_one_checksum(files: Sequence[SourceFile], checksums: Checksums, ord
         first, second = order[at : at + 2].tolist()
         file, offset, nbytes = (int(column[first]) for column in (checksums.file, checksums.offset, checksums.nbytes))
         raise SourceCorruptError(
-            f"{files[file].path} contradicts itself: two checksums for {bytes_text(nbytes)} at offset {offset:,}",
-            file=files[file].path,
+            f"{files[file]} contradicts itself: two checksums for {bytes_text(nbytes)} at offset {offset:,}",
+            file=path_of(files, file),
             expected=f"CRC-32 {int(checksums.crc[first]):08x}",
             found=f"{int(checksums.crc[second]):08x}",
             why="its directory of records was damaged, or written by a faulty program",

@@ -17,7 +17,7 @@ from fsdpckpt.execute.checks import Part, combine, gaps_in, require_checksum, su
 from fsdpckpt.execute.recorded import whole_file_checksums
 from fsdpckpt.execute.window import MAX_GAP
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, SourceFile
-from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.files import Stored, stored_by_number
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.sources import Sources
@@ -59,7 +59,7 @@ class ReadCheck:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """The number of each file by its path."""
-        return {file.path: number for number, file in enumerate(self._checkpoint.files)}
+        return {file.path: number for number, file in stored_by_number(self._checkpoint.files).items()}
 
     def source(self, number: int) -> ByteSource:
         """The file ``number``, of which nothing is compared."""

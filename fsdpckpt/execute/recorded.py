@@ -15,6 +15,7 @@ import numpy as np
 from fsdpckpt.execute.checks import copy_spans
 from fsdpckpt.execute.window import MAX_GAP
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ManifestFile, Note
+from fsdpckpt.ir.files import stored_by_number
 from fsdpckpt.ir.spans import covered_bytes, stored_bytes
 from fsdpckpt.ir.tensors import distinct
 from fsdpckpt.plan import Plan
@@ -49,7 +50,7 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
     read, selected = _bytes_read(plan), stored_bytes(checkpoint.leaves()) or {}
     rows: list[tuple[int, int, int, int]] = []
     unchecked: list[str] = []
-    for number, file in enumerate(checkpoint.files):
+    for number, file in stored_by_number(checkpoint.files).items():
         listed = by_path.get(file.path)
         if listed is None or listed.crc is None or listed.nbytes != file.nbytes or not file.nbytes or number in linked:
             continue
@@ -77,7 +78,7 @@ def whole_file_checksums(checkpoint: Checkpoint) -> Checksums:
         checkpoint,
         {
             number
-            for number, file in enumerate(checkpoint.files)
+            for number, file in stored_by_number(checkpoint.files).items()
             if file.nbytes and (listed := by_path.get(file.path)) is not None and listed.nbytes == file.nbytes
         },
     )
@@ -87,7 +88,7 @@ def _checksums_of(checkpoint: Checkpoint, numbers: Collection[int]) -> Checksums
     by_path = _listed(checkpoint)
     rows = [
         (number, 0, file.nbytes, listed.crc)
-        for number, file in enumerate(checkpoint.files)
+        for number, file in stored_by_number(checkpoint.files).items()
         if number in numbers and (listed := by_path.get(file.path)) is not None and listed.crc is not None
     ]
     return Checksums.of(rows)

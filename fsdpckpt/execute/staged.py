@@ -116,7 +116,7 @@ class StagedCheck(SourceCheck):
     def _compare(self, file: int, index: int, crc: int) -> None:
         offset, nbytes, expected = self._record(file, index)
         if crc != expected:
-            self.wrong = self.wrong or f"{bytes_text(nbytes)} at offset {offset:,} of {self._files[file].path}"
+            self.wrong = self.wrong or f"{bytes_text(nbytes)} at offset {offset:,} of {self._files[file]}"
 
     def find_wrong(self) -> str:
         """Compare all records of which every byte is known; returns where the first is that does not match."""

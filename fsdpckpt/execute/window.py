@@ -22,7 +22,7 @@ from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, FilePlan, Plan, StridedBatch, rows_within, strided_batches
 from fsdpckpt.plan.transfer import Window
-from fsdpckpt.storage import is_url
+from fsdpckpt.storage import is_remote
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
 from fsdpckpt.storage.remote_file import REQUEST_COST
 from fsdpckpt.storage.sources import Sources
@@ -48,8 +48,8 @@ class SourceReader:
     def __init__(self, files: Sequence[SourceFile], sources: Sources) -> None:
         self._files = files
         self._sources = sources
-        self.remote = any(is_url(file.path) for file in files)
-        self.widest_gap = np.array([REQUEST_COST if is_url(file.path) else MAX_GAP for file in files], np.int64)
+        self.remote = any(map(is_remote, files))
+        self.widest_gap = np.array([REQUEST_COST if is_remote(file) else MAX_GAP for file in files], np.int64)
 
     def read_into(self, file: int, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset``."""

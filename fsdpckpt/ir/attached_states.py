@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from fsdpckpt.ir.adapters import without_adapter
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Problem, Section
+from fsdpckpt.ir.files import path_of
 from fsdpckpt.ir.names import clean, without_module
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.sections import model_of
@@ -117,7 +118,7 @@ def _of_one(checkpoint: Checkpoint, name: str, param: Tensor, state: str, shape:
 
 def _first_file(checkpoint: Checkpoint, tensor: Tensor) -> str | None:
     numbers: list[int] = tensor.chunks.file[:1].tolist()
-    return checkpoint.files[numbers[0]].path if numbers and 0 <= numbers[0] < len(checkpoint.files) else None
+    return path_of(checkpoint.files, numbers[0]) if numbers else None
 
 
 def _short_section(params: Iterable[Shape], state: Shape) -> Section | None:

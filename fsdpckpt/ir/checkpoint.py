@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from fsdpckpt.ir.files import SourceFile
-from fsdpckpt.ir.ledger import UNORDERED, Evidence, EvidenceKind, Ledger, Note, NoteKind, Problem, ProblemKind
+from fsdpckpt.ir.ledger import Evidence, EvidenceKind, Ledger, Note, NoteKind, Problem, ProblemKind
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.origin import Manifest, ManifestFile, Origin
 from fsdpckpt.ir.tensors import Int64Array, Tensor
@@ -223,7 +223,8 @@ class Checkpoint:
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
-        return self.ledger.evidence
+        """The evidence of the ledger, and what the origin says of the order of keys."""
+        return (*self.ledger.evidence, *self.origin.evidence())
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -249,9 +250,7 @@ class Checkpoint:
 
     def without_order(self) -> Checkpoint:
         """The checkpoint as one whose keys are not in the order of the state dict that they were saved from."""
-        return replace(
-            self, origin=replace(self.origin, keys_in_order=False), ledger=self.ledger.with_evidence(UNORDERED)
-        )
+        return replace(self, origin=replace(self.origin, keys_in_order=False))
 
     def __repr__(self) -> str:
         """One line: everything in it would fill the screen."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
+
+from fsdpckpt.errors import InternalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +16,8 @@ class Stored:
     path: str
     nbytes: int
 
-    @property
-    def generated(self) -> bool:
-        """Whether it is not a file but bytes that this program makes."""
-        return False
+    def __str__(self) -> str:
+        return self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,8 @@ class Zeros:
 
     nbytes: int
 
-    @property
-    def path(self) -> str:
-        """What takes a path's place in messages; it opens nothing."""
-        return ZEROS_TEXT
-
-    @property
-    def generated(self) -> bool:
-        return True
+    def __str__(self) -> str:
+        return "zeros that fsdpckpt makes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +37,38 @@ class Inline:
     data: bytes
 
     @property
-    def path(self) -> str:
-        """What takes a path's place in messages; it opens nothing."""
-        return f"bytes:{self.data.hex()}"
-
-    @property
     def nbytes(self) -> int:
         return len(self.data)
 
-    @property
-    def generated(self) -> bool:
-        return True
+    def __str__(self) -> str:
+        return "numbers that fsdpckpt makes"
 
 
 SourceFile: TypeAlias = Stored | Zeros | Inline
+"""Only a ``Stored`` has a path. Its text is for people, of each kind."""
 
-ZEROS_TEXT: Final = "zeros:"
+
+def stored_by_number(files: Iterable[SourceFile]) -> dict[int, Stored]:
+    """Those of ``files`` that are files, by the number that chunks know them by."""
+    return {number: file for number, file in enumerate(files) if isinstance(file, Stored)}
+
+
+def paths_in(files: Iterable[SourceFile]) -> list[str]:
+    """The paths of those of ``files`` that are files."""
+    return [file.path for file in files if isinstance(file, Stored)]
+
+
+def path_of(files: Sequence[SourceFile], number: int) -> str | None:
+    """The path of file ``number``, None if there is none of that number, or it is no file."""
+    file = files[number] if 0 <= number < len(files) else None
+    return file.path if isinstance(file, Stored) else None
+
+
+def require_stored(file: SourceFile) -> Stored:
+    """``file``, which what was decided before shows to be a file. Raises InternalError."""
+    if not isinstance(file, Stored):
+        raise InternalError(f"{file} are taken for a file")
+    return file
 
 
 def pack_files(files: Iterable[SourceFile]) -> list[list[object]]:

@@ -15,6 +15,7 @@ from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, Section
 from fsdpckpt.ir.copies import contradicting_copies
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
+from fsdpckpt.ir.files import path_of
 from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
 from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.sections import alone
@@ -91,8 +92,7 @@ def _who_holds(chunks: Chunks, world_size: int) -> str:
 def _file_of(chunks: Chunks, rank: int | None, checkpoint: Checkpoint) -> str | None:
     """The file of the first chunk of ``rank``."""
     numbers: list[int] = chunks.file[chunks.rank == rank].tolist() if rank is not None else []
-    number = numbers[0] if numbers else -1
-    return checkpoint.files[number].path if 0 <= number < len(checkpoint.files) else None
+    return path_of(checkpoint.files, numbers[0]) if numbers else None
 
 
 def aliased_states(optim: Optimizer, checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -104,7 +104,7 @@ def aliased_states(optim: Optimizer, checkpoint: Checkpoint) -> Iterator[Problem
             f"optim {params[number]}: the states {first} and {second} share the same bytes, so at most one of them is "
             "what the optimizer had",
             key=f"{params[number]}.{first}",
-            file=checkpoint.files[file].path if 0 <= file < len(checkpoint.files) else None,
+            file=path_of(checkpoint.files, file),
             section=Section.OPTIM,
         )
 

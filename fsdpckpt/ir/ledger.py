@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.account import Account
@@ -105,10 +105,6 @@ class Evidence:
 
     def __str__(self) -> str:
         return self.message
-
-
-UNORDERED: Final = Evidence(EvidenceKind.ORDER, "keys are not in the order of the state dict they were saved from")
-"""For people; code asks ``Origin.keys_in_order``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdpckpt.ir.account import Account, Fate, Rule
-from fsdpckpt.ir.ledger import Note
+from fsdpckpt.ir.ledger import Evidence, EvidenceKind, Note
 from fsdpckpt.ir.terms import Layout, Section
 from fsdpckpt.ir.values import Key
 from fsdpckpt.text import names_text
@@ -104,6 +104,12 @@ class Origin:
     left_out: tuple[LeftOut, ...] = ()
     steps: tuple[str, ...] = ()
     untied_masters: str = ""
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """Its facts that are shown among the evidence."""
+        if self.keys_in_order:
+            return ()
+        return (Evidence(EvidenceKind.ORDER, "keys are not in the order of the state dict they were saved from"),)
 
     def open_notes(self) -> tuple[Note, ...]:
         """The notes on what a conversion may still change."""

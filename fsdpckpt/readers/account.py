@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from fsdpckpt.ir.account import Account, AccountedEntry, AccountedFile, Fate, Rule
 from fsdpckpt.ir.checkpoint import Section, SourceFile
+from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.values import Key
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.sections import regroup
@@ -53,7 +54,7 @@ class AccountBook:
         """The account, once all ``parts`` were read, whose data is in ``files``."""
         for directory in self._claimed_directories:
             self.claimed(entry for _, entry in sources.files_below(directory))
-        sections = {file.path: part for part in parts for file in files[slice(*part.file_numbers)]}
+        sections = {path: part for part in parts for path in paths_in(files[slice(*part.file_numbers)])}
         places = {part.origin.label.rstrip("/") for part in parts} | {part.origin.directory for part in parts}
         for path, entry in self._claimed.items():
             if path in sections:

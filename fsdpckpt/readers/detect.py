@@ -29,6 +29,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.copies import mark_open_copies
+from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.origin import LeftOut
 from fsdpckpt.ir.tensors import Tensor
@@ -240,7 +241,7 @@ class _Opening:
                     raise several_checkpoints(found.path, found.below, self.sources) from None
                 if not unasked and not (part.optional and isinstance(error, _LEFT_OUT)):
                     raise
-                for path in (part.label, *(file.path for file in self.files.files()[count:])):
+                for path in (part.label, *paths_in(self.files.files()[count:])):
                     self.book.left_out(path, Rule.REFUSED)
                 self.files.truncate(count)
                 refused.append(error)

@@ -29,6 +29,7 @@ from fsdpckpt.ir.checkpoint import (
     Problem,
     ProblemKind,
 )
+from fsdpckpt.ir.files import paths_in, stored_by_number
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.spans import stored_bytes
 from fsdpckpt.ir.tensors import Tensor
@@ -248,7 +249,7 @@ def with_manifests_of_parts(checkpoint: Checkpoint, directory: str, sources: Sou
     top = directory.rstrip("/")
     manifest = checkpoint.origin.manifest
     listed = set() if manifest is None else {f"{top}/{name}" for name in manifest.files}
-    files = [file.path for file in checkpoint.files if file.path.startswith(f"{top}/") and file.path not in listed]
+    files = [path for path in paths_in(checkpoint.files) if path.startswith(f"{top}/") and path not in listed]
     for folder in sorted({posixpath.dirname(path) for path in files} - {top}):
         read = read_manifest(folder, [entry.name for entry in sources.list_directory(folder)], sources)
         present = present_files(read.manifest, sources) if read.manifest is not None else {}
@@ -298,7 +299,7 @@ def _with_stored_bytes(manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
     stored = stored_bytes(checkpoint.leaves())
     if stored is None:
         return manifest
-    by_path = {checkpoint.files[number].path: nbytes for number, nbytes in stored.items() if number >= 0}
+    by_path = {file.path: stored.get(number, 0) for number, file in stored_by_number(checkpoint.files).items()}
     paths = {name: manifest.path_of(name) for name in manifest.files}
     files = {name: replace(listed, stored=by_path.get(paths[name], 0)) for name, listed in manifest.files.items()}
     return replace(manifest, files=files)
@@ -338,7 +339,7 @@ def _contradictions(
     ``checkpoint`` has no tensors, so that nobody reads them later.
     """
     problems = []
-    with_tensors = {file.path for file in checkpoint.files}
+    with_tensors = set(paths_in(checkpoint.files))
     for name, listed in manifest.files.items():
         apart = listed.nbytes <= _SMALL_BYTES and manifest.path_of(name) not in with_tensors
         if name not in present or listed.crc is None or not (apart or name.endswith(_SMALL)):

@@ -8,6 +8,7 @@ from typing import cast
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Layout, ModelState, Section
+from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.readers.flat_slices import why_sliced
@@ -32,7 +33,7 @@ class ReadPart:
 
     def files_in(self, table: FileTable) -> frozenset[str]:
         """The paths of its files in ``table``."""
-        return frozenset(file.path for file in table.files()[slice(*self.file_numbers)])
+        return frozenset(paths_in(table.files()[slice(*self.file_numbers)]))
 
     @property
     def label(self) -> str:

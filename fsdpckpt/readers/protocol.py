@@ -21,8 +21,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.files import Inline, Stored
-from fsdpckpt.ir.ledger import UNORDERED
+from fsdpckpt.ir.files import Inline, Stored, paths_in
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.tensors import Boxes, Chunks, Shard, Sharded, Tensor, Whole
 from fsdpckpt.ir.units import Units
@@ -47,7 +46,7 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
     ignored = [path for checkpoint in checkpoints for path in checkpoint.origin.ignored]
     for glob in globs:
         if not any(matches(glob, path) for path in ignored):
-            names = [file.path for checkpoint in checkpoints for file in checkpoint.files]
+            names = [path for checkpoint in checkpoints for path in paths_in(checkpoint.files)]
             sources = " or ".join(checkpoint.source for checkpoint in checkpoints)
             raise UsageError(
                 f"{flags.ignore_file(glob)} matches no file of {sources}",
@@ -231,11 +230,6 @@ class Tree:
     orders: dict[KeyPath, dict[int, list[list[ParamKey]]]] = field(default_factory=dict)
     keys_in_order: bool = True
     groups_rebuilt: bool = False
-
-    def lose_order(self) -> None:
-        """Record that its keys are not in the order of the state dict that they were saved from."""
-        self.keys_in_order = False
-        self.evidence.append(UNORDERED)
 
 
 class ChunkedTensor(NamedTuple):

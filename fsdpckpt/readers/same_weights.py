@@ -16,7 +16,7 @@ from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.storage import is_url
+from fsdpckpt.storage import is_remote
 from fsdpckpt.storage.remote_file import REQUESTS
 from fsdpckpt.storage.sources import Sources
 
@@ -40,7 +40,7 @@ def first_different(
     def is_same(pair: tuple[str, Tensor, Tensor]) -> bool:
         return _is_copy(pair[1], pair[2], files, sources)
 
-    if any(is_url(file.path) for file in files):
+    if any(map(is_remote, files)):
         with ThreadPoolExecutor(REQUESTS) as pool:
             same = list(pool.map(is_same, pairs))
         return next((pair[0] for pair, good in zip(pairs, same, strict=True) if not good), None)

@@ -11,7 +11,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, NoteKind, Problem, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.files import Stored, paths_in, require_stored, stored_by_number
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import find_value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName, extra_keys
@@ -76,11 +76,11 @@ class SideFiles:
 
     def add(self, files: Mapping[str, Entry], files_read: Sequence[SourceFile]) -> None:
         """Add ``files``, by target name. ``files_read``: those of the checkpoint, some of which are extras."""
-        numbers = {file.path: number for number, file in enumerate((*files_read, *self.sources))}
+        numbers = {file.path: number for number, file in stored_by_number([*files_read, *self.sources]).items()}
         for target_name, entry in files.items():
             self.copied.add(entry.path)
             if entry.path not in numbers:
-                numbers[entry.path] = len(numbers)
+                numbers[entry.path] = len(files_read) + len(self.sources)
                 self.sources.append(Stored(entry.path, entry.nbytes))
             chunks = Chunks.whole(file=numbers[entry.path], offset=0, shape=(entry.nbytes,))
             self.files[target_name] = Tensor(DTYPES["uint8"], (entry.nbytes,), chunks)
@@ -122,7 +122,7 @@ def with_copied(checkpoint: Checkpoint, files: Mapping[str, Tensor]) -> Checkpoi
 
 
 def _copied_path(tensor: Tensor, checkpoint: Checkpoint) -> str:
-    return checkpoint.files[int(tensor.chunks.file[0])].path
+    return require_stored(checkpoint.files[int(tensor.chunks.file[0])]).path
 
 
 def side_files(
@@ -151,7 +151,7 @@ def side_files(
         for entry in sources.list_directory(checkpoint.origin.directory)
         if relative_path(entry.path, checkpoint.source) not in checkpoint.origin.ignored
     }
-    read = {file.path for file in checkpoint.files}
+    read = set(paths_in(checkpoint.files))
     beside = {
         name: entry
         for name, entry in sorted(entries.items())

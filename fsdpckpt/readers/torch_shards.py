@@ -165,5 +165,5 @@ def _tree(root: dict[Key, Value], archives: Sequence[TorchArchive]) -> Tree:
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
     roots = [archive.root for archive in archives if isinstance(archive.root, dict)]
     if sum(any(isinstance(leaf, Tensor) for leaf in root.values()) for root in roots) > 1:  # weights, no optimizer
-        tree.lose_order()  # Hugging Face gives a large tensor a shard of its own, before all others
+        tree.keys_in_order = False  # Hugging Face gives a large tensor a shard of its own, before all others
     return tree

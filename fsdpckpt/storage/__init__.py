@@ -9,6 +9,7 @@ from fsdpckpt.storage.protocols import (
     change_between,
     changed_error,
     identity_of_status,
+    is_remote,
     is_url,
     remote_identity,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "change_between",
     "changed_error",
     "identity_of_status",
+    "is_remote",
     "is_url",
     "remote_identity",
 ]

@@ -26,7 +26,7 @@ from fsdpckpt.errors import (
     to_copy,
     to_look,
 )
-from fsdpckpt.ir.files import ZEROS_TEXT
+from fsdpckpt.ir.files import Zeros
 from fsdpckpt.storage.descriptors import PooledDescriptor
 from fsdpckpt.storage.protocols import (
     ByteSource,
@@ -220,7 +220,7 @@ class ZeroFile(ByteSource):
     """Zeros at every position, without a file: the states that ``--missing-state zeros`` makes."""
 
     def __init__(self) -> None:
-        self.path = ZEROS_TEXT
+        self.path = str(Zeros(0))
         self.nbytes = 1 << 62  # longer than any checkpoint
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError
+from fsdpckpt.ir.files import SourceFile, Stored
 from fsdpckpt.text import bytes_text
 
 UPLOADING = "fsdpckpt.uploading"  # exists in a directory of an object store until its upload is complete
@@ -106,6 +107,11 @@ class Entry:
 def is_url(path: str) -> bool:
     """True for ``scheme://...``: such a path goes through fsspec."""
     return "://" in path
+
+
+def is_remote(file: SourceFile) -> bool:
+    """Whether the bytes of ``file`` come from a store."""
+    return isinstance(file, Stored) and is_url(file.path)
 
 
 def too_short_error(path: str, offset: int, expected: int, actual: int) -> SourceCorruptError:

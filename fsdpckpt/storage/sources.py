@@ -116,7 +116,7 @@ class Sources:
             case Zeros():
                 return ZeroFile()
             case Inline():
-                return MemoryFile(file.data, file.path)
+                return MemoryFile(file.data, str(file))
         return self.open(file.path)
 
     def read_elements(

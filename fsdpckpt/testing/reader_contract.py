@@ -14,6 +14,7 @@ import pytest
 from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import numpy_dtype
+from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import FileTable, Part, Reader, ReadOptions, Tree
@@ -135,7 +136,7 @@ class ReaderContract(ABC):
         with Sources() as sources:
             files = _files(directory, sources)
             claim = self.reader.recognise_directory(str(directory), files, ReadOptions(), sources)
-            read = [Path(file.path) for _, table in self.trees(directory, sources) for file in table.files()]
+            read = [Path(path) for _, table in self.trees(directory, sources) for path in paths_in(table.files())]
         top = {path.relative_to(directory).parts[0] for path in read}
         assert top <= claim.names | claim.directories
         assert claim.names <= set(files) - {"notes.txt"}
@@ -240,7 +241,8 @@ def _copy(path: Path, copy: Path) -> Path:
 
 def _require_weights(checkpoint: Checkpoint) -> None:
     assert checkpoint.model is not None
-    files = [Path(file.path).read_bytes() for file in checkpoint.files]
+    with Sources() as sources:
+        files = [bytes(sources.open_file(file).read(0, file.nbytes)) for file in checkpoint.files]
     assert set(checkpoint.model.params) == set(WEIGHTS)
     for name, leaf in checkpoint.model.params.items():
         assert isinstance(leaf, Tensor)
@@ -271,6 +273,6 @@ def _described(checkpoint: Checkpoint, top: str) -> object:
     ]
     chunks = [[getattr(one.tensor.chunks, name).tolist() for name in columns] for one in checkpoint.tensors()]
     facts = (checkpoint.layout, checkpoint.container, checkpoint.flavor, checkpoint.world_size, checkpoint.problems)
-    files = [(file.path.removeprefix(top), file.nbytes) for file in checkpoint.files]
+    files = [(f"{file}".removeprefix(top), file.nbytes) for file in checkpoint.files]
     reasons = [(reason.kind, reason.message.replace(top, "")) for reason in checkpoint.evidence]
     return facts, tensors, chunks, files, reasons, checkpoint.notes

@@ -22,7 +22,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, SourceFile
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value
-from fsdpckpt.storage import ByteSource, is_url
+from fsdpckpt.storage import ByteSource, is_remote
 
 BLOCK_BYTES = 8 * 1024 * 1024  # beyond this size the cost of a request is negligible beside its transfer
 LARGEST_GAP = 64 * 1024  # bytes: reading a gap of this size costs less than another request
@@ -237,7 +237,7 @@ def raise_if_cancelled() -> None:
 
 def threads_for(*checkpoints: Checkpoint) -> int:
     """The number of threads for reading ``checkpoints`` if the user gives none."""
-    remote = any(is_url(file.path) for checkpoint in checkpoints for file in checkpoint.files)
+    remote = any(is_remote(file) for checkpoint in checkpoints for file in checkpoint.files)
     return REMOTE_THREADS if remote else DEFAULT_THREADS
 
 

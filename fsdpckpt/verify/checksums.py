@@ -19,6 +19,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedE
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import checksums_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Manifest, NamedTensor, Problem, ProblemKind, problem_of
+from fsdpckpt.ir.files import stored_by_number
 from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.ir.tensors import Int64Array, distinct
 from fsdpckpt.progress import NO_PROGRESS, Progress
@@ -75,7 +76,7 @@ def checksummed_ranges(checkpoint: Checkpoint, sources: Sources) -> ChecksummedR
     first[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
     manifest = checkpoint.origin.manifest
     whole_files = _manifest_files(manifest, sources) if manifest is not None else ()
-    return ranges_of([file.path for file in checkpoint.files], Checksums(*table[:, first]), whole_files)
+    return ranges_of(list(map(str, checkpoint.files)), Checksums(*table[:, first]), whole_files)
 
 
 def _manifest_files(manifest: Manifest, sources: Sources) -> list[tuple[str, int, int]]:
@@ -267,7 +268,7 @@ class TensorsInFiles:
     """Finds the tensors of a checkpoint that are stored in given bytes. The first search builds the index."""
 
     def __init__(self, checkpoint: Checkpoint, tensors: Sequence[NamedTensor]) -> None:
-        self._numbers = {file.path: number for number, file in enumerate(checkpoint.files)}
+        self._numbers = {file.path: number for number, file in stored_by_number(checkpoint.files).items()}
         self._tensors = tensors
         self._by_file: dict[int, Int64Array] | None = None
 

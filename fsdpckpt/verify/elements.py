@@ -323,7 +323,7 @@ def without_repeats(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
             params[name] = replace(value, chunks=value.chunks.take(np.asarray(rows, np.intp)))
             dropped += (file for row, file in enumerate(value.chunks.file.tolist()) if row not in rows)
     problems = tuple(problem for problem in checkpoint.problems if problem not in overlapping)
-    names = names_text(sorted({file_name(checkpoint.files[file].path) for file in dropped}), 3)
+    names = names_text(sorted({file_name(f"{checkpoint.files[file]}") for file in dropped}), 3)
     message = (
         f"{plural(len(dropped), 'chunk')} in {names} skipped: larger chunks hold the same bytes. Saving into a "
         "directory that already holds a checkpoint leaves such files"

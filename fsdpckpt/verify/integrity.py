@@ -261,8 +261,8 @@ def _truncated(
         try:
             lengths[number] = sources.open_file(file).nbytes
         except SourceError as error:
-            in_file = in_files.overlapping(file.path, 0, file.nbytes)
-            problems.append(problem_of("missing-file", in_file, error.what, file=file.path))
+            in_file = in_files.overlapping(f"{file}", 0, file.nbytes)
+            problems.append(problem_of("missing-file", in_file, error.what, file=f"{file}"))
     incomplete: set[int] = set()
     for number, named in enumerate(tensors):
         chunks, ends = named.tensor.chunks, chunk_ends(named.tensor)

@@ -20,6 +20,7 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir.account import Account, Fate, Rule
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
+from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import walk
 from fsdpckpt.readers import detect
@@ -83,7 +84,7 @@ def test_every_file_and_every_entry_of_the_collection_is_accounted_for(
         assert unaccounted(path, checkpoint.ledger.account) == [], path
         assert all(entry.read_as for entry in checkpoint.ledger.account.entries), path
         read = {file.path for file in checkpoint.ledger.account.files if file.fate is Fate.READ}
-        assert {os.path.relpath(file.path, path) for file in checkpoint.files if not file.generated} <= read
+        assert {os.path.relpath(each, path) for each in paths_in(checkpoint.files)} <= read
         assert {entry.part for entry in checkpoint.ledger.account.entries} == {part.label for part in parts}
         saved = (leaf for part in parts for _, leaf in walk(part.tree.root) if isinstance(leaf, Tensor))
         assert places(saved) <= places(named.tensor for named in checkpoint.tensors()) | settings(checkpoint), path

@@ -73,7 +73,7 @@ class TestRemoteFileInAnFsspecStore(NamedByteSourceContract):
 
 def test_a_file_with_any_name_is_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = [Zeros(3).path, Inline(b"abc").path]
+    names = ["zeros:", "bytes:616263", str(Zeros(3)), str(Inline(b"abc"))]
     for name in names:
         Path(name).write_bytes(name.encode())
     with Sources() as sources:

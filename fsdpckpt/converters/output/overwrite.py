@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, TargetExistsError, to_copy
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.files import paths_in
 from fsdpckpt.producers.recognition import belongs, flavor_named
 from fsdpckpt.producers.table import EXPORT_DIRECTORIES
 from fsdpckpt.readers.detect import open_checkpoint
@@ -109,7 +110,7 @@ def _foreign_files(where: str, target: str, contents: Contents, sources: Sources
         parts = {MANIFEST, *manifest.files}
     else:
         checkpoint = _open(where, target, sources, contents)
-        opened = {posixpath.relpath(file.path, where) for file in checkpoint.files}
+        opened = {posixpath.relpath(path, where) for path in paths_in(checkpoint.files)}
         parts = {name for name in opened if _is_training_state(posixpath.basename(name))} or opened
     flavor = flavor_named(checkpoint.flavor) if checkpoint is not None else None
     folders = {"", *EXPORT_DIRECTORIES, *(posixpath.dirname(name) for name in parts)}

@@ -35,6 +35,7 @@ from fsdpckpt.execute.journal import (
     run_of,
 )
 from fsdpckpt.ir.checkpoint import Note, SourceFile
+from fsdpckpt.ir.files import Stored
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.declare import output_options
 from fsdpckpt.plan import Plan
@@ -62,7 +63,7 @@ def source_copies(
     ``seen_by[file]``: whether this rank sees it. ``sources`` knows the identity each file had when it was first opened.
     Raises SourceCorruptError if the length of a local file changed since the checkpoint was read.
     """
-    data = [(file, see) for file, see in zip(files, seen_by, strict=True) if not file.generated]
+    data = [(file, see) for file, see in zip(files, seen_by, strict=True) if isinstance(file, Stored)]
     with group.step("identify the sources"), group.heartbeat(), ThreadPoolExecutor(_LOOKUPS) as pool:
         rows = list(pool.map(lambda each: _identity_row(each[0], sources) if each[1] else [], data))
     everyone = cast("list[list[list[Any]]]", group.all_gather_objects(rows, name="copies of the sources"))
@@ -71,7 +72,7 @@ def source_copies(
     ]
 
 
-def _identity_row(file: SourceFile, sources: Sources) -> list[object]:
+def _identity_row(file: Stored, sources: Sources) -> list[object]:
     identity = sources.identity(file.path)
     if not is_url(file.path) and identity.nbytes != file.nbytes:
         raise changed_error(file.path, f"went from {bytes_text(file.nbytes)} to {bytes_text(identity.nbytes)}")

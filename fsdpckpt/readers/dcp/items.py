@@ -21,6 +21,7 @@ from fsdpckpt.formats.dcp.items import ItemReader, Structures, item_ends
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import ChecksumRow, load_torch, notes_on_defaultdicts
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
+from fsdpckpt.ir.files import stored_by_number
 from fsdpckpt.ir.tensors import (
     Boxes,
     Chunks,
@@ -459,7 +460,7 @@ def locate_rows(
     for number, part in zip(unplaced, np.split(offset, ends[:-1]), strict=True):
         tensor = located[number]
         declared.append(ChunkedTensor(str(number), tensor.dtype, tensor.shape, replace(tensor.chunks, offset=part)))
-    contents = _Contents({number: file.path for number, file in enumerate(files)}, declared, offset)
+    contents = _Contents({number: file.path for number, file in stored_by_number(files).items()}, declared, offset)
     if (contents.overhead <= 0).any():  # only the header of a safetensors blob gives the place of the data
         return None
     try:

@@ -49,7 +49,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
         {}, Layout.FULL, Container.DCP, directory.world_size, evidence=directory.evidence, notes=directory.notes
     )
     if directory.metadata.paths is None:  # only the planner data keep the order
-        tree.lose_order()
+        tree.keys_in_order = False
     directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
     metadata, blocks = read_blockwise(directory, sources, tree)
     ordinary = replace(directory, metadata=metadata)
@@ -108,11 +108,11 @@ def _only_items(directory: DcpDirectory, items: Items) -> DcpDirectory:
 
 def _share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable, sources: Sources) -> None:
     """Make settings with the same dtype and bytes one tensor, so that ``sections`` sees which parameters agree."""
-    paths = [file.path for file in files.files()]
+    read = files.files()
     seen: dict[tuple[str, bytes], Tensor] = {}
     for key, tensor in tensors.items():
         if _is_setting(key) and tensor.shape == () and len(tensor.chunks):
-            source = sources.open(paths[int(tensor.chunks.file[0])])
+            source = sources.open_file(read[int(tensor.chunks.file[0])])
             content = source.read(int(tensor.chunks.offset[0]), tensor.nbytes)
             tensors[key] = seen.setdefault((tensor.dtype.name, content), tensor)
 

@@ -172,7 +172,7 @@ def read_nanotron(
     files = plural(len(weights), "file")
     message = f"{directory} has nanotron's {files} of {plural(len(parameters), 'parameter')}"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
-    tree.lose_order()  # files are in the order of their names
+    tree.keys_in_order = False  # files are in the order of their names
     tree.notes += optimizer.notes(masters)
     return tree
 

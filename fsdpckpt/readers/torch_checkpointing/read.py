@@ -149,7 +149,7 @@ def _read_safetensors(item: Item, paths: Mapping[int, str], files: FileTable, so
     first = paths[min(paths)]
     message = f"{plural(len(paths), 'safetensors file')}, one per rank ({first} ...), cut as {METADATA} says"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
-    tree.lose_order()  # safetensors sorts the tensors of a file
+    tree.keys_in_order = False  # safetensors sorts the tensors of a file
     return tree
 
 

@@ -18,6 +18,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.bulk import read_tensors
 from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout, Note, Problem, Section
+from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units
@@ -145,7 +146,6 @@ def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, only_ext
     sections = split(tree.root, called_extra=only_extras)
     if not sections.extra:
         return
-    paths = [file.path for file in files.files()]
     records: dict[tuple[int, int], tuple[int, int]] = {}
     for path, leaf in walk(tree.root):
         if not isinstance(leaf, Tensor) or leaf.sharded or len(leaf.chunks) < 2 or not leaf.nbytes:
@@ -154,28 +154,28 @@ def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, only_ext
             continue
         if leaf.nbytes > _COMPARED and not records:
             records = tree.checksums.by_offset()
-        if not _equal_on_all_ranks(leaf, paths, sources, records):
+        if not _equal_on_all_ranks(leaf, files.files(), sources, records):
             tree.rank_values[path] = _by_rank(leaf, tree.world_size)
 
 
 def _equal_on_all_ranks(
-    tensor: Tensor, paths: Sequence[str], sources: Sources, records: Mapping[tuple[int, int], tuple[int, int]]
+    tensor: Tensor, files: Sequence[SourceFile], sources: Sources, records: Mapping[tuple[int, int], tuple[int, int]]
 ) -> bool:
     """Whether every rank saved the same bytes. False for a large tensor without a checksum, which is not read."""
     chunks = tensor.chunks
     if not (chunks.stride == chunks.stride[0]).all():
         return False
     if tensor.nbytes <= _COMPARED:
-        return len({_bytes_of(tensor, row, paths, sources) for row in range(len(chunks))}) == 1
+        return len({_bytes_of(tensor, row, files, sources) for row in range(len(chunks))}) == 1
     crcs = crcs_of_chunks(tensor, records)
     return len(crcs) == 1 and None not in crcs
 
 
-def _bytes_of(tensor: Tensor, row: int, paths: Sequence[str], sources: Sources) -> bytes:
+def _bytes_of(tensor: Tensor, row: int, files: Sequence[SourceFile], sources: Sources) -> bytes:
     """The bytes between a chunk's first and last element: equal for equal replicas of equal strides."""
     sizes, strides = tensor.chunks.size[row].tolist(), tensor.chunks.stride[row].tolist()
     extent = 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    source = sources.open(paths[int(tensor.chunks.file[row])])
+    source = sources.open_file(files[int(tensor.chunks.file[row])])
     return source.read(int(tensor.chunks.offset[row]), extent * tensor.dtype.itemsize)
 
 
@@ -183,14 +183,14 @@ def _vectors_differ(tensor: Tensor, files: FileTable, sources: Sources) -> bool:
     """Whether ``tensor``, a vector that each of its ranks has whole, has other bytes on some of them. Reads up to the
     first difference.
     """
-    paths, chunks, itemsize = [file.path for file in files.files()], tensor.chunks, tensor.dtype.itemsize
+    read, chunks, itemsize = files.files(), tensor.chunks, tensor.dtype.itemsize
     places = list(zip(chunks.file.tolist(), chunks.offset.tolist(), chunks.stride[:, 0].tolist(), strict=True))
     most = max(1, _COMPARED // (itemsize * max(1, *(step for _, _, step in places))))
 
     def block(file: int, offset: int, step: int, first: int) -> bytes:
         count = min(most, tensor.numel - first)
         begin, nbytes = offset + first * step * itemsize, (1 + (count - 1) * step) * itemsize
-        data = np.frombuffer(sources.open(paths[file]).read(begin, nbytes), f"V{itemsize}")
+        data = np.frombuffer(sources.open_file(read[file]).read(begin, nbytes), f"V{itemsize}")
         return as_strided(data, (count,), (step * itemsize,)).tobytes()
 
     return any(
