@@ -296,7 +296,8 @@ def several_checkpoints(
         details=ordered,
         most_shown=MAX_CANDIDATES,
         why="; ".join((why or _EACH, *lost)),
-        next_step=f"give the path of one of them, for example {shlex.quote(proposed(path, ordered, sources))}",
+        next_step=f"give the path of one of them, for example {shlex.quote(proposed(path, ordered, sources))} (inspect "
+        "shows which are complete)",
         file=path,
         checkpoints=sorted((*candidates, *empty), key=natural),
     )

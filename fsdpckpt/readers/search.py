@@ -141,7 +141,13 @@ class Search:
         if listing.parts:
             return self._apart_from_steps(listing, self._with_parts_below(listing, numbered, others))
         searches, refused = self._search_each(numbered)
-        searches += [self.find(entry.path) for entry in others]
+        if (
+            len(refused) + sum(search is not None for search in searches) > 1
+        ):  # a run: what is damaged is one of several
+            beside, refused_beside = self._search_each(others)
+            searches, refused = [*searches, *beside], {**refused, **refused_beside}
+        else:
+            searches += [self.find(entry.path) for entry in others]
         below = [search for search in searches if search is not None]
         if refused and len(refused) + len(below) > 1:  # one of several steps is damaged: which is meant is not known
             raise self._several(listing, [*refused, *(search.path for search in below)], None, numbered)
@@ -166,11 +172,11 @@ class Search:
         found.unfinished += self._unfinished_in(others)
         return found
 
-    def _search_each(self, numbered: Sequence[Entry]) -> tuple[list[Found | None], dict[str, SourceError]]:
-        """What is in each of ``numbered``, and by path the errors of those that cannot be read."""
+    def _search_each(self, entries: Sequence[Entry]) -> tuple[list[Found | None], dict[str, SourceError]]:
+        """What is in each of ``entries``, and by path the errors of those that cannot be read."""
         searches: list[Found | None] = []
         refused: dict[str, SourceError] = {}
-        for entry in numbered:
+        for entry in entries:
             try:
                 searches.append(self.find(entry.path))
             except SourceError as error:

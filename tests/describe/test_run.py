@@ -134,3 +134,25 @@ def test_a_single_damaged_step_is_that_error_and_no_run(tmp_path: Path) -> None:
 )
 def test_the_step_is_the_number_after_the_word_for_it(name: str, step: int | None) -> None:
     assert step_of(name) == step
+
+
+@pytest.mark.parametrize("beside", ["best", "final/actor", "last.ckpt"])
+def test_what_is_damaged_beside_the_steps_of_a_run_is_a_row_of_it(tmp_path: Path, beside: str) -> None:
+    for step in (900, 1000):
+        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
+    saved(tmp_path / beside / "model_world_size_2_rank_0.pt")
+    run = described(tmp_path)
+    assert {row.name: row.complete for row in run.checkpoints} == {
+        "checkpoint-900": True,
+        "checkpoint-1000": True,
+        beside.split("/", maxsplit=1)[0]: False,
+    }
+    assert (run.newest, run.proposed) == ("checkpoint-1000", "checkpoint-1000")
+
+
+def test_beside_one_step_what_is_damaged_is_the_error(tmp_path: Path) -> None:
+    """It may belong to the step: then nothing else may be read in its place."""
+    saved(tmp_path / "checkpoint-900" / "model.pt")
+    saved(tmp_path / "best" / "model_world_size_2_rank_0.pt")
+    with pytest.raises(SourceIncompleteError):
+        fsdpckpt.inspect(tmp_path)

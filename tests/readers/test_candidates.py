@@ -139,7 +139,7 @@ def test_checkpoints_are_listed_in_natural_order_and_the_newest_is_named(tmp_pat
         "checkpoint-900",
         "checkpoint-1000",
     ]
-    assert str(error.value.next_step).endswith("checkpoint-1200")
+    assert str(error.value.next_step).endswith("checkpoint-1200 (inspect shows which are complete)")
     lines = error.value.text.split("\n")
     assert [line for line in lines if "checkpoint-1000" in line] and "  - and 2 more" in lines
     assert len(error.value.details) == 5, "machines see all"
@@ -150,7 +150,7 @@ def test_what_the_latest_file_names_is_proposed(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("14\n")
     with pytest.raises(NeedsInformationError) as error:
         opened(tmp_path)
-    assert str(error.value.next_step).endswith("global_step_14")
+    assert str(error.value.next_step).endswith("global_step_14 (inspect shows which are complete)")
 
 
 def test_a_link_to_the_newest_is_no_candidate(tmp_path: Path) -> None:
