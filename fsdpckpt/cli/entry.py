@@ -90,6 +90,7 @@ def _usage_error(error: BaseException) -> BaseException:
 
     unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
     message = str(getattr(error, "format_message", lambda: str(error))()).rstrip(".")
+    message = message.partition(". Did you mean")[0]  # the next step says it
     what = f"no such option: {unknown}" if unknown else message[:1].lower() + message[1:]
     expected = _expected(error, message)
     meant = _meant_option(error, unknown) if unknown else _meant_command(message)

@@ -207,4 +207,4 @@ def _extra_texts(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
         else:
             yield cut(f"extra: {', '.join(sorted(texts, key=lambda text: ' = ' not in text))}", columns)
     if checkpoint.rank_extra:
-        yield f"extra: {plural(len(checkpoint.rank_extra), 'rank', 'have')} their own"
+        yield f"extra: each of {plural(len(checkpoint.rank_extra), 'rank')} has its own"

@@ -259,7 +259,7 @@ class ConvertOptions(OptionRecord):
         scope=Scope.FLAT_PARAMETERS,
     )
     use_orig_params: bool | None = option(
-        "The use_orig_params of the training job that saved SRC or will load DST.",
+        "use_orig_params of the job that saved, or will load, the flat shards.",
         Heading.UNITS,
         scope=Scope.FLAT_PARAMETERS,
     )

@@ -117,7 +117,7 @@ TRAINER = replace(
     two_groups=True,
     universal_directory="",
     loads='trainer.train(resume_from_checkpoint="{target}")',
-    tested="transformers 5.23",
+    tested="transformers 5.24",
 )
 
 _BARE_STATE = rf"{WEIGHTS}|{ADAPTER}"
@@ -148,7 +148,7 @@ HUGGINGFACE = Flavor(
     state=r"\.safetensors(\.index\.json)?$|^pytorch_model([-.].*)?\.bin(\.index\.json)?$",
     model_files="",
     loads='AutoModel.from_pretrained("{target}")',
-    tested="transformers 5.23, safetensors 0.8",
+    tested="transformers 5.24, safetensors 0.8",
 )
 
 

@@ -269,12 +269,12 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
 
     The note says which one was inferred. Raises UsageError for a version that is too old.
     """
-    text, why = given or "", ""
+    text, installed = given or "", True
     if given is None:
         try:
-            text, why = metadata.version("torch"), "which is installed here"
+            text = metadata.version("torch")
         except metadata.PackageNotFoundError:
-            text, why = ".".join(map(str, _NEWEST)), "as none is installed here"
+            text, installed = ".".join(map(str, _NEWEST)), False
     major, minor = text.split(".")[:2]
     version = int(major), int(minor)
     if version < _OLDEST:
@@ -285,8 +285,13 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
             next_step=f"give {flags.torch_version} a newer one, or add {flags.container('dcp')}, which every version "
             "loads",
         )
-    note = f"DTensors are pickled for PyTorch {major}.{minor}, {why} ({flags.torch_version} changes it)"
-    return version, [] if given is not None else [Note("inferred", note)]
+    note = f"DTensors are pickled for PyTorch {major}.{minor}, which is installed ({flags.torch_version} changes it)"
+    if not installed:  # each version loads its own form only, and this one is a guess
+        note = (
+            f"DTensors are pickled for PyTorch {major}.{minor}, the newest known version, as none is installed: if the "
+            f"job uses another, add {flags.torch_version('VERSION')}"
+        )
+    return version, [] if given is not None else [Note("inferred", note, warning=not installed)]
 
 
 def has_fsdp_empties(torch: TorchVersion) -> bool:

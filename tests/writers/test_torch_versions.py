@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdpckpt
 from fsdpckpt.errors import UsageError
+from fsdpckpt.writers.dtensor_pickle import target_version
 from tests.oracle.fake_group import as_rank
 from tests.writers.source import same
 
@@ -150,3 +152,17 @@ def test_files_for_every_torch_are_read_again(tmp_path: Path, kind: str, version
     fsdpckpt.convert(source, target, container="torch", world_size=4, torch_version=version, verify="full")
     assert fsdpckpt.diff(source, target).same
     assert placements(target) == placements(source)
+
+
+def test_a_version_that_is_a_guess_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each version loads its own form only: where none is installed, the job's is not known."""
+    (installed,) = target_version(None)[1]
+    assert not installed.warning and torch.__version__[:4] in installed.message
+
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    (guessed,) = target_version(None)[1]
+    assert guessed.warning and "if the job uses another" in guessed.message
+    assert not target_version("2.8")[1]

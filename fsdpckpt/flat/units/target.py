@@ -401,7 +401,7 @@ def _require_possible(units: Units, *, recorded: bool) -> None:
 
 def _settings_notes(units: Units, request: UnitsRequest, *, aligned: bool) -> list[str]:
     """``aligned``: the alignment is recorded in a file, or proved by the source's own slices."""
-    lines = [describe_settings(units)]
+    lines = [f"target units: {describe_settings(units)}"]
     if units.use_orig_params and not aligned and any(unit.param_dtype is None for unit in units.units):
         lines.append(
             f"MixedPrecision.param_dtype is not recorded: if the job uses it, add {flags.param_dtype('DTYPE')}"
