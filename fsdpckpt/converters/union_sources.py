@@ -36,7 +36,7 @@ MAX_MESH = 1 << 10  # bytes of a tensor that is sent with the headers: the ranks
 MAX_SMALL_RECORD = 64 << 10  # bytes of a record beside tensors that is sent with the headers, whatever it holds
 
 
-class Request(NamedTuple):
+class ServerRequest(NamedTuple):
     """``kind``: ``list``, ``stat``, ``head``, ``headers`` or ``read``. ``ranges``: (offset, nbytes) to read, or the
     headers if they are known.
 
@@ -59,11 +59,11 @@ def serve_sources(group: Group, *, roots: Mapping[str, str] | None = None) -> No
 def answers_to(
     group: Group, sources: Sources, requests: Sequence[Sequence[object]], roots: Mapping[str, str]
 ) -> list[object]:
-    """The answer to each of rank 0's ``requests``, which are the fields of ``Request``."""
+    """The answer to each of rank 0's ``requests``, which are the fields of ``ServerRequest``."""
     answers: list[object] = []
     spent = 0
     for fields in requests:
-        request = Request(*fields)  # type: ignore[arg-type]
+        request = ServerRequest(*fields)  # type: ignore[arg-type]
         path = _own_path(request.path, roots)
         try:
             answer = _answer(group, sources, request._replace(path=path, budget=request.budget - spent))
@@ -83,7 +83,7 @@ def _own_path(path: str, roots: Mapping[str, str]) -> str:
     return path
 
 
-def _answer(group: Group, sources: Sources, request: Request) -> object:
+def _answer(group: Group, sources: Sources, request: ServerRequest) -> object:
     path = request.path
     match request.kind:
         case "read":
@@ -190,7 +190,7 @@ class UnionSources(Sources):
 
     # questions
 
-    def ask(self, requests: Mapping[int, Sequence[Request]]) -> dict[int, list[object]]:
+    def ask(self, requests: Mapping[int, Sequence[ServerRequest]]) -> dict[int, list[object]]:
         """The answers of each rank to its requests, in their order. The ranks answer at the same time.
 
         Raises the error with which a request failed.
@@ -210,7 +210,7 @@ class UnionSources(Sources):
         ranks = range(1, self._group.world_size)
         entries: list[Entry] = []
         parent = os.path.join(path, "") if kind == "list" else ""
-        for rank, (answer,) in self.ask({rank: [Request(kind, path)] for rank in ranks}).items():
+        for rank, (answer,) in self.ask({rank: [ServerRequest(kind, path)] for rank in ranks}).items():
             for name, nbytes, directory, link in cast("list[tuple[str, int, bool, str]]", answer):
                 entry = Entry(name, f"{parent}{name}" if parent else path, nbytes, directory, link)
                 self._found.setdefault(entry.path, entry)
@@ -264,7 +264,7 @@ class UnionSources(Sources):
         by_rank: dict[int, list[str]] = {}
         for path in new:
             by_rank.setdefault(self._holders[path], []).append(path)
-        heads = self.ask({rank: [Request("head", path) for path in held] for rank, held in by_rank.items()})
+        heads = self.ask({rank: [ServerRequest("head", path) for path in held] for rank, held in by_rank.items()})
         for rank, held in by_rank.items():
             self.heads.update(zip(held, cast("list[bytes]", heads[rank]), strict=True))
         self._announced.update(dict.fromkeys(new, _none))
@@ -299,13 +299,13 @@ class UnionSources(Sources):
                 del self._announced[each]
         return True
 
-    def _headers_request(self, path: str, budget: int) -> Request:
-        return Request("headers", path, joined_ranges(self._announced[path]()), budget)
+    def _headers_request(self, path: str, budget: int) -> ServerRequest:
+        return ServerRequest("headers", path, joined_ranges(self._announced[path]()), budget)
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int]]) -> bytes:
         """The bytes of ``ranges`` (offset, nbytes) of a file that another rank has, one after the other."""
         rank, total = self._holders[path], sum(nbytes for _, nbytes in ranges)
-        ((data,),) = self.ask({rank: [Request("read", path, ranges)]}).values()
+        ((data,),) = self.ask({rank: [ServerRequest("read", path, ranges)]}).values()
         if not isinstance(data, bytes) or len(data) != total:
             raise InternalError(f"worker {rank} did not send the {total} bytes of {path} that were requested")
         return data

@@ -66,7 +66,7 @@ MIN_WINDOWS_HELD = 2 * WINDOWS_PER_ROUND  # two rounds: one is received while th
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class JobSettings:
     """Sizes in bytes, the same on all ranks. ``window``: assembled and written at once; ``window_memory``: buffers of
     all threads together. ``round_bytes``: received in one round; ``rounds_held``: how many rounds are held at once.
     ``exchange_bytes``: buffers of the process group.
@@ -81,7 +81,7 @@ class Settings:
     exchange_bytes: int
 
 
-def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> Settings:
+def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> JobSettings:
     """The settings for ``max_memory`` bytes per rank; ``budget`` has its number of threads.
 
     If bytes are exchanged, an eighth of the memory is for the exchange, half as much for reading what is sent, and at
@@ -89,7 +89,7 @@ def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: 
     is not enough.
     """
     if not exchanging:
-        return Settings(budget.window, max_memory, 0, 0, 0)
+        return JobSettings(budget.window, max_memory, 0, 0, 0)
     growth = max(1.0, max((source.itemsize / target.itemsize for source, target in plan.casts), default=1.0))
     largest = make_budget(max_memory=max_memory // 2, threads=budget.threads)
     window = max(min(largest.window, max_memory // 32) // PAGE, 1) * PAGE
@@ -97,10 +97,10 @@ def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: 
     remaining = max_memory - max_memory // 8 - max_memory // 16 - window_memory
     window = min(window, max(int(remaining / MIN_WINDOWS_HELD / growth) // PAGE, 1) * PAGE)
     round_bytes = int(WINDOWS_PER_ROUND * window * growth)
-    return Settings(window, window_memory, round_bytes, max(remaining // round_bytes, 2), max_memory // 8)
+    return JobSettings(window, window_memory, round_bytes, max(remaining // round_bytes, 2), max_memory // 8)
 
 
-def threads_for(settings: Settings, budget: Budget) -> int:
+def threads_for(settings: JobSettings, budget: Budget) -> int:
     """How many of the threads of ``budget`` this rank has memory for."""
     return max(min(budget.threads, settings.window_memory // (BUFFERS_PER_THREAD * settings.window)), 1)
 
@@ -127,7 +127,7 @@ class Job:
     files: tuple[SourceFile, ...]
     checksums: Checksums
     segments: tuple[Segment, ...]
-    settings: Settings
+    settings: JobSettings
     claims: Int64Array = field(default_factory=lambda: NO_CLAIMS)
 
 
@@ -182,7 +182,7 @@ def unpack_job(value: object) -> Job:
         files=tuple(unpack_files(cast("list[list[object]]", fields["files"]))),
         checksums=Checksums(*cast("Int64Array", fields["checksums"])),
         segments=tuple(Segment(*row) for row in cast("Int64Array", fields["segments"]).tolist()),
-        settings=Settings(*cast("list[int]", fields["settings"])),
+        settings=JobSettings(*cast("list[int]", fields["settings"])),
         claims=cast("Int64Array", fields["claims"]),
     )
 

@@ -19,7 +19,7 @@ from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
 from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_by_key, lengths_text, slice_lengths, tensor_text
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
-from fsdpckpt.ir.optimizer import Group, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, ParamGroup, ParamKey
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
@@ -355,7 +355,7 @@ class _Matching:
         absent = set(members) - {order[key] for key in ids}
         return len(ids) == len(listed) < len(members) and absent <= {param.name for param in self.units.unmanaged}
 
-    def _groups(self, lengths: Sequence[int], groups: Sequence[Group]) -> Sequence[Sequence[str]] | str:
+    def _groups(self, lengths: Sequence[int], groups: Sequence[ParamGroup]) -> Sequence[Sequence[str]] | str:
         """The keys of each param group, or why they are not known."""
         if self.units.groups is not None:
             if len(self.units.groups) != len(lengths):

@@ -22,7 +22,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, MemberNumber, Optimizer, ParamKey, renumbered
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, MemberNumber, Optimizer, ParamGroup, ParamKey, renumbered
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.quantized import Role, StatePart, parts_with, quantized_parts
 from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
@@ -284,7 +284,9 @@ def _holder_state(leaf: Tensor, counts: Int64Array, world_size: int) -> Tensor:
     return replace(leaf, chunks=leaf.chunks.take(holds_elements)) if holds_elements.any() else leaf
 
 
-def _group(group: Group, keys: Sequence[ParamKey], match: FlatMatch, by_key: Mapping[str, Unit]) -> dict[Key, Value]:
+def _group(
+    group: ParamGroup, keys: Sequence[ParamKey], match: FlatMatch, by_key: Mapping[str, Unit]
+) -> dict[Key, Value]:
     """As ``_unflatten_param_groups``: a flat parameter stands for all the names in it. ``param_names`` then have the
     order of ``model.parameters()``, as ids do (``Units.named_groups``), not that of units.
     """

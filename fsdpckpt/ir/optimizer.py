@@ -33,7 +33,7 @@ PARAM_NAMES: Final = "param_names"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParamGroup:
     """One param group. ``members``: None if it has no list of parameters, or the list was not read.
 
     ``settings``: its entries in the source's order, without the list, at whose place is None. ``form``: whether the
@@ -60,11 +60,11 @@ class Group:
         """Its ``param_names`` as text."""
         return list(map(str, self.words()))
 
-    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Group:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> ParamGroup:
         """The group with ``change`` applied to every tensor in its settings."""
         return replace(self, settings=like(self.settings, with_tensors(dict(self.settings), change)))
 
-    def with_setting(self, name: Key, value: Value) -> Group:
+    def with_setting(self, name: Key, value: Value) -> ParamGroup:
         """The group with another value of one setting."""
         return replace(self, settings=like(self.settings, {**self.settings, name: value}))
 
@@ -79,7 +79,7 @@ class RankMembers:
     groups: tuple[tuple[MemberNumber, ...], ...]
 
 
-class Entry(NamedTuple):
+class StateEntry(NamedTuple):
     """One entry of ``state``, in the source's order. ``member``: None for one that a user added, under ``key``."""
 
     member: MemberNumber | None
@@ -98,8 +98,8 @@ class Optimizer:
     """
 
     keys: tuple[ParamKey, ...]
-    groups: tuple[Group, ...] | None
-    entries: tuple[Entry, ...]
+    groups: tuple[ParamGroup, ...] | None
+    entries: tuple[StateEntry, ...]
     extra: dict[Key, Value] = field(default_factory=dict)
     orders: tuple[RankMembers, ...] = ()
     rebuilt: bool = False
@@ -175,7 +175,7 @@ class Optimizer:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Optimizer:
         """The optimizer with ``change`` applied to every tensor but those in param groups."""
-        entries = tuple(Entry(member, with_tensors(states, change), key) for member, states, key in self.entries)
+        entries = tuple(StateEntry(member, with_tensors(states, change), key) for member, states, key in self.entries)
         return replace(self, entries=entries, extra=with_tensors(self.extra, change))
 
     def with_state(self, state: Mapping[ParamKey, States]) -> Optimizer:
@@ -276,22 +276,22 @@ def form_of(value: Value) -> Literal["list", "tuple"]:
 
 def _group(
     group: Mapping[Key, Value], params: Sequence[ParamKey] | None, number_of: Mapping[ParamKey, MemberNumber]
-) -> Group:
+) -> ParamGroup:
     if params is None:
-        return Group(None, group)
+        return ParamGroup(None, group)
     settings: dict[Key, Value] = like(group, {**group, PARAMS: None})
-    return Group(tuple(number_of[key] for key in params), settings, form_of(group[PARAMS]))
+    return ParamGroup(tuple(number_of[key] for key in params), settings, form_of(group[PARAMS]))
 
 
-def _entries(state: Mapping[ParamKey, States], number_of: Mapping[ParamKey, MemberNumber]) -> tuple[Entry, ...]:
+def _entries(state: Mapping[ParamKey, States], number_of: Mapping[ParamKey, MemberNumber]) -> tuple[StateEntry, ...]:
     entries = []
     for key, states in state.items():
         member = number_of.get(key)
-        entries.append(Entry(member, states, key if member is None else None))
+        entries.append(StateEntry(member, states, key if member is None else None))
     return tuple(entries)
 
 
-def _less(group: Group, new: Mapping[MemberNumber, MemberNumber]) -> Group:
+def _less(group: ParamGroup, new: Mapping[MemberNumber, MemberNumber]) -> ParamGroup:
     """``group`` of those members that have a ``new`` number."""
     if group.members is None:
         return group

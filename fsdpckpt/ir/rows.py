@@ -18,7 +18,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 
 
-class Kind(StrEnum):
+class RowKind(StrEnum):
     """What a row is."""
 
     PARAMETER = "parameter"
@@ -43,7 +43,7 @@ class Row:
 
     name: Final[str]
     value: Final[Tensor | Value | _Absent]
-    kind: Final[Kind]
+    kind: Final[RowKind]
     unit: Final[str | None] = None
 
     @property
@@ -77,7 +77,7 @@ class Parameters:
         """
         model, units = checkpoint.model, checkpoint.units.unit_of() if checkpoint.units is not None else {}
         in_model = model.params if model is not None else {}
-        parameters, parameter = dict.fromkeys(trained), Kind.PARAMETER
+        parameters, parameter = dict.fromkeys(trained), RowKind.PARAMETER
         rows = []
         for name in dict.fromkeys((*in_model, *parameters, *others)):
             value = in_model.get(name, ABSENT)
@@ -96,7 +96,7 @@ class Parameters:
             rows.append(row if new == row.name else Row(new, row.value, row.kind, row.unit))
         return replace(self, rows=tuple(rows))
 
-    def of_kind(self, kind: Kind) -> list[str]:
+    def of_kind(self, kind: RowKind) -> list[str]:
         """The names of the rows of ``kind``, in the model's order."""
         return [row.name for row in self.rows if row.kind is kind]
 
@@ -124,18 +124,18 @@ class Parameters:
         return ModelState(params, self.metadata)
 
 
-def _kind(value: Tensor | Value | _Absent) -> Kind:
+def _kind(value: Tensor | Value | _Absent) -> RowKind:
     """The kind of a row that no optimizer lists."""
     if value is ABSENT:
-        return Kind.UNDETERMINED
+        return RowKind.UNDETERMINED
     if not isinstance(value, Tensor):
-        return Kind.BUFFER  # ``_extra_state``
+        return RowKind.BUFFER  # ``_extra_state``
     if value.undetermined:
-        return Kind.UNDETERMINED
+        return RowKind.UNDETERMINED
     if value.sharded:
-        return Kind.PARAMETER
+        return RowKind.PARAMETER
     # FSDP leaves parameters whole, too: those that it ignores.
-    return Kind.UNDETERMINED if value.dtype.kind in ("float", "complex") else Kind.BUFFER
+    return RowKind.UNDETERMINED if value.dtype.kind in ("float", "complex") else RowKind.BUFFER
 
 
 def undetermined(checkpoint: Checkpoint) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.names import DISTRIBUTED, clean, respelled
-from fsdpckpt.ir.optimizer import PARAM_NAMES, Group, MemberNumber, Optimizer, ParamKey, form_of, sequence
+from fsdpckpt.ir.optimizer import PARAM_NAMES, MemberNumber, Optimizer, ParamGroup, ParamKey, form_of, sequence
 from fsdpckpt.ir.parameters import RowNumber
 from fsdpckpt.ir.rows import Parameters
 
@@ -158,14 +158,14 @@ class Table:
         )
 
     def _words_without(
-        self, group: Group, words: tuple[Word, ...], gone: set[MemberNumber], dropped: Collection[RowNumber]
+        self, group: ParamGroup, words: tuple[Word, ...], gone: set[MemberNumber], dropped: Collection[RowNumber]
     ) -> tuple[Word, ...]:
         if group.members is not None and self._beside(group, words):
             pairs = zip(group.members, words, strict=True)
             return tuple(word for member, word in pairs if member not in gone)
         return tuple(word for word in words if word.row not in dropped)
 
-    def _beside(self, group: Group, words: Sequence[Word]) -> bool:
+    def _beside(self, group: ParamGroup, words: Sequence[Word]) -> bool:
         """Whether each word stands beside the member that it names. Not if both name the same parameters in different
         orders: ``FSDP.rekey_optim_state_dict`` sorts ``params`` alone.
         """
@@ -194,7 +194,7 @@ class Table:
             optim = replace(optim, keys=of_members, groups=self._groups(optim), entries=entries)
         return replace(checkpoint, model=self.parameters.model(), optim=optim)
 
-    def _groups(self, optim: Optimizer) -> tuple[Group, ...] | None:
+    def _groups(self, optim: Optimizer) -> tuple[ParamGroup, ...] | None:
         """The groups with the words of this table as their ``param_names``."""
         if optim.groups is None:
             return None
@@ -259,7 +259,7 @@ def _lookup(checkpoint: Checkpoint, optim: Optimizer) -> _Lookup:
     return _Lookup(dict.fromkeys((*in_model, *in_optim)))
 
 
-def _words(group: Group, lookup: _Lookup) -> list[tuple[str, str]] | None:
+def _words(group: ParamGroup, lookup: _Lookup) -> list[tuple[str, str]] | None:
     """Each word of a group's ``param_names`` with the name of its row; None unless there is a word for each key."""
     words = group.words()
     if group.members is None or PARAM_NAMES not in group.settings or len(words) != len(group.members):

@@ -10,7 +10,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceIncompleteError, UsageError, to_copy
 from fsdpckpt.ir import Section
 from fsdpckpt.maps.names import Pattern
-from fsdpckpt.maps.rules import LayoutMap, Rule
+from fsdpckpt.maps.rules import LayoutMap, MapRule
 from fsdpckpt.maps.steps import Member
 from fsdpckpt.text import first_lines, plural
 
@@ -24,7 +24,7 @@ class Use:
     ``sources``: the names.
     """
 
-    rule: Rule
+    rule: MapRule
     words: Mapping[str, str]
     sources: Mapping[Member, str]
 
@@ -80,7 +80,7 @@ def match_rules(layout_map: LayoutMap, names: Sequence[str], source: str) -> Mat
     return Matched(tuple(found.values()), tuple(rest))
 
 
-def _matches(rule: Rule, name: str) -> Iterable[tuple[Rule, dict[str, str], Member]]:
+def _matches(rule: MapRule, name: str) -> Iterable[tuple[MapRule, dict[str, str], Member]]:
     for position, pattern in enumerate(rule.sources):
         words = pattern.match(name)
         if words is None:
@@ -95,7 +95,7 @@ def _matches(rule: Rule, name: str) -> Iterable[tuple[Rule, dict[str, str], Memb
 
 
 def require_used(
-    layout_map: LayoutMap, used: Collection[Rule], names: Collection[str], source: str, sections: Collection[Section]
+    layout_map: LayoutMap, used: Collection[MapRule], names: Collection[str], source: str, sections: Collection[Section]
 ) -> None:
     """Raises UsageError for a rule that applies to nothing. ``used``: those that apply; ``sections``: those that there
     are.

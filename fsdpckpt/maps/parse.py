@@ -15,7 +15,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir import Section
 from fsdpckpt.maps.names import Pattern
-from fsdpckpt.maps.rules import LayoutMap, Rule, Value, flaws
+from fsdpckpt.maps.rules import LayoutMap, MapRule, Value, flaws
 from fsdpckpt.maps.steps import Cat, Size, Split, Stack, Step, Transpose, Unstack, rearrange, size_of
 
 FORMAT = 1
@@ -115,7 +115,7 @@ class _Parser:
         self._at = ""
         return Value(sizes)
 
-    def _rule(self, number: int, value: object, values: Mapping[str, Value]) -> Rule:
+    def _rule(self, number: int, value: object, values: Mapping[str, Value]) -> MapRule:
         self._at = f"rule {number}: "
         table = self._table(value, "it", ("from", "to", "steps", "optional", "section", "tie", "untie"))
         sources, targets = (self._patterns(table.get(side), side) for side in ("from", "to"))
@@ -126,7 +126,7 @@ class _Parser:
         section = table.get("section")
         if section not in (None, *_SECTIONS):
             self.fail("section is no section", expected=" or ".join(_SECTIONS), found=section)
-        rule = Rule(
+        rule = MapRule(
             number,
             sources,
             targets,

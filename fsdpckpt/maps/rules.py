@@ -12,7 +12,7 @@ from fsdpckpt.maps.steps import Cat, Rearrange, Size, Split, Stack, Step, Transp
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class MapRule:
     """``sources`` become ``targets`` by ``steps``. ``optional``: a checkpoint may have none of them.
 
     ``copies``: "" for the steps; ``untie``: one tensor gets several names; ``tie``: several names of equal tensors
@@ -53,7 +53,7 @@ class Rule:
                 sizes += [size for _, size in step.sizes]
         return [name for size in sizes for name in size.names]
 
-    def inverse(self) -> Rule:
+    def inverse(self) -> MapRule:
         copies: Mapping[str, Literal["", "tie", "untie"]] = {"": "", "tie": "untie", "untie": "tie"}
         steps = tuple(step.inverse() for step in reversed(self.steps))
         return replace(self, sources=self.targets, targets=self.sources, steps=steps, copies=copies[self.copies])
@@ -86,7 +86,7 @@ class LayoutMap:
     """
 
     name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[MapRule, ...]
     keeps_rest: bool
     sha256: str
     values: Mapping[str, Value]
@@ -107,7 +107,7 @@ class LayoutMap:
         return replace(self, rules=tuple(rule.inverse() for rule in self.rules), inverted=not self.inverted)
 
 
-def flaws(rule: Rule) -> list[str]:
+def flaws(rule: MapRule) -> list[str]:
     """Why ``rule`` cannot be applied, and undone again; empty if it can."""
     if rule.copies:
         return _copy_flaws(rule)
@@ -133,7 +133,7 @@ def _places(patterns: tuple[Pattern, ...], found: list[str]) -> frozenset[str]:
     return first
 
 
-def _count_flaws(rule: Rule, *, several: bool) -> list[str]:
+def _count_flaws(rule: MapRule, *, several: bool) -> list[str]:
     """Follow how many tensors there are from step to step."""
     count = len(rule.sources)
     for step in rule.steps:
@@ -165,7 +165,7 @@ def _step_flaw(step: Step, count: int, *, several: bool) -> str:
     return ""
 
 
-def _copy_flaws(rule: Rule) -> list[str]:
+def _copy_flaws(rule: MapRule) -> list[str]:
     found: list[str] = []
     one, several = (rule.targets, rule.sources) if rule.copies == "tie" else (rule.sources, rule.targets)
     if len(one) != 1 or len(several) < 2:

@@ -22,7 +22,7 @@ from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor, Whole, contiguous_st
 from fsdpckpt.ir.values import Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
-from fsdpckpt.readers.protocol import KeyPath, Tree, dotted
+from fsdpckpt.readers.protocol import KeyPath, PartContents, dotted
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.text import some_of, truncate
 
@@ -55,7 +55,7 @@ def flat_parameter_keys(root: object) -> list[str]:
 
 
 def why_sliced(
-    state: Mapping[ParamKey, Mapping[str, Tensor | Value]], model: ModelState | None, tree: Tree
+    state: Mapping[ParamKey, Mapping[str, Tensor | Value]], model: ModelState | None, tree: PartContents
 ) -> str | None:
     """Why the states of ``state``, which are in ``tree``, are the ranks' slices of flat parameters; None if they are
     whole on every rank.
@@ -79,7 +79,7 @@ def why_sliced(
 
 
 def _why_not_replicas(
-    vectors: Sequence[Tensor], model_shapes: set[tuple[int, ...]], tree: Tree, *, alone: bool
+    vectors: Sequence[Tensor], model_shapes: set[tuple[int, ...]], tree: PartContents, *, alone: bool
 ) -> str | None:
     """Why vectors of one length on all ranks are slices. ``alone``: the optimizer has no state with more
     dimensions.
@@ -105,7 +105,7 @@ def _whole_shapes(model: ModelState | None) -> set[tuple[int, ...]]:
     }
 
 
-def _replicas_differ(tensors: Sequence[Tensor], tree: Tree) -> bool:
+def _replicas_differ(tensors: Sequence[Tensor], tree: PartContents) -> bool:
     """Whether some tensor's chunks are not copies of each other, by their CRC-32s, or by their bytes where a chunk has
     none.
     """
@@ -165,7 +165,7 @@ def as_slices(tensor: Tensor) -> Tensor:
 
 
 def convert_slices(
-    tree: Tree, sections: Sections, model: ModelState | None, label: str, *, possible: bool = True
+    tree: PartContents, sections: Sections, model: ModelState | None, label: str, *, possible: bool = True
 ) -> None:
     """Convert the optimizers of one part to slices, in ``tree`` and ``sections``, where they hold slices of flat
     parameters.
@@ -186,7 +186,7 @@ def convert_slices(
 
 
 def _converted(
-    tree: Tree, optim: Optimizer, path: KeyPath, model: ModelState | None, label: str, *, possible: bool
+    tree: PartContents, optim: Optimizer, path: KeyPath, model: ModelState | None, label: str, *, possible: bool
 ) -> Optimizer:
     """The optimizer at ``path``, as slices if it holds any; what its values by rank mean is settled in ``tree``."""
     reason = why_sliced(optim.state, model, tree) if possible else None
@@ -205,7 +205,7 @@ def _converted(
     return optim
 
 
-def _unlike_copies(tree: Tree, optim: Optimizer, label: str) -> Iterator[Problem]:
+def _unlike_copies(tree: PartContents, optim: Optimizer, label: str) -> Iterator[Problem]:
     """Fatal problems of whole vectors without checksums whose bytes differ between ranks: they may be slices that have
     the length of a vector of the model.
     """
@@ -224,7 +224,7 @@ def _unlike_copies(tree: Tree, optim: Optimizer, label: str) -> Iterator[Problem
                 yield Problem("replica", message, file=label, key=f"{key}.{name}", section=Section.OPTIM)
 
 
-def _take_differing_orders(tree: Tree, groups: KeyPath, label: str) -> Problem | None:
+def _take_differing_orders(tree: PartContents, groups: KeyPath, label: str) -> Problem | None:
     """Remove from ``tree.rank_values`` the ``param_names`` and ``params`` of param groups. Returns a fatal problem for
     the first of them.
 
@@ -249,7 +249,7 @@ def _take_differing_orders(tree: Tree, groups: KeyPath, label: str) -> Problem |
     return Problem("parameter-order", message, file=label, key=key, rank=rank, section=Section.OPTIM)
 
 
-def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:
+def _drop_missing_keys(tree: PartContents, states: KeyPath) -> None:
     """No key below ``states`` is missing: with use_orig_params=True a rank has no entry for a parameter it holds
     no part of.
     """
@@ -258,7 +258,7 @@ def _drop_missing_keys(tree: Tree, states: KeyPath) -> None:
     }
 
 
-def _prefer_values_of_holders(tree: Tree, optim: Optimizer, states: KeyPath) -> None:
+def _prefer_values_of_holders(tree: PartContents, optim: Optimizer, states: KeyPath) -> None:
     """If values differ only on ranks without elements of their parameter, take those of the ranks that have some.
 
     The rule is that of ``_convert_all_state_info``: optimizers that make their states at once (Adagrad) have a step on
@@ -284,7 +284,7 @@ def _holding_ranks(entry: dict[str, Tensor | Value]) -> list[int]:
     return sorted({int(rank) for leaf in sliced for rank in leaf.chunks.rank[leaf.chunks.size[:, 0] > 0]})
 
 
-def _flattened_extras(tree: Tree, sections: Sections, label: str) -> Iterator[Problem]:
+def _flattened_extras(tree: PartContents, sections: Sections, label: str) -> Iterator[Problem]:
     """Fatal problems of flat parameters and their optimizers outside the sections: nothing can name their content."""
     for path, mapping in containers(tree.root):
         if sections.owns((*path, next(iter(mapping), ""))):

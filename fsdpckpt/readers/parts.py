@@ -12,7 +12,7 @@ from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers import EXTRA_STEM
 from fsdpckpt.readers.flat_slices import why_sliced
-from fsdpckpt.readers.protocol import FileTable, Part, Tree
+from fsdpckpt.readers.protocol import FileTable, Part, PartContents
 from fsdpckpt.readers.sections import Sections, split
 
 _MOST_MODULES = 1000  # in one another: ``state_dict()`` takes a call for each, of which Python allows so many
@@ -27,7 +27,7 @@ class ReadPart:
     """
 
     origin: Part
-    tree: Tree
+    tree: PartContents
     sections: Sections
     file_numbers: tuple[int, int] = (0, 0)
 
@@ -67,7 +67,7 @@ class ReadPart:
         return optim is None or why_sliced(optim.state, self.sections.model, self.tree) is None
 
 
-def read_part(part: Part, tree: Tree) -> ReadPart:
+def read_part(part: Part, tree: PartContents) -> ReadPart:
     """Split ``tree`` into its sections. A part whose name says that it holds ``extras`` has only these; in the files
     of this name that we write, further models and optimizers are among them.
     """

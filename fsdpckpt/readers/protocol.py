@@ -1,7 +1,7 @@
 """Defines the reader protocol: a reader recognises its files, and reads them into one nested state dict.
 
 ``detect`` lists a path and asks the readers of ``readers.READERS`` in order. Each claims its files and returns a
-``Part`` for every container among them; ``Part.read`` returns the content as a ``Tree``. Recognising looks at names and
+``Part`` for every container among them; ``Part.read`` returns its ``PartContents``. Recognising looks at names and
 first bytes, reading at headers and metadata: neither reads tensor data. ``docs/adding-a-format.md`` walks through a
 complete reader.
 """
@@ -196,7 +196,7 @@ class FileTable:
 
 
 @dataclass(slots=True)
-class Tree:
+class PartContents:
     """The content of one container. ``root``: the state dict as the producer nested it (ranks merged, dotted DCP keys
     nested again), with leaves that are ``Tensor`` or values.
 
@@ -281,7 +281,7 @@ def _cut_dimensions(tensor: ChunkedTensor) -> list[int] | None:
     return cut
 
 
-PartReader: TypeAlias = Callable[[FileTable, Sources], Tree]
+PartReader: TypeAlias = Callable[[FileTable, Sources], PartContents]
 
 
 def file_name(path: str) -> str:

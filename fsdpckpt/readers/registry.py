@@ -18,7 +18,7 @@ from fsdpckpt.readers.dcp import DcpReader
 from fsdpckpt.readers.dcp.megatron import MegatronReader
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.nanotron import NanotronReader
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, Reader, ReadOptions, Tree
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, Reader, ReadOptions
 from fsdpckpt.readers.safetensors import SafetensorsReader
 from fsdpckpt.readers.torch_checkpointing import TorchCheckpointingReader
 from fsdpckpt.readers.torch_ranks import TorchReader
@@ -98,7 +98,7 @@ def _require_one(path: str, readers: Sequence[ForeignReader]) -> None:
 def _read_by(foreign: ForeignReader, part: Part) -> Part:
     """``part``, whose tree says which package read it."""
 
-    def read(files: FileTable, sources: Sources) -> Tree:
+    def read(files: FileTable, sources: Sources) -> PartContents:
         tree = part.read(files, sources)
         tree.evidence.append(Evidence(EvidenceKind.READER, f"read by {foreign.described}"))
         return tree

@@ -47,7 +47,7 @@ def is_numbered(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class SearchedDirectory:
     """One directory. ``parts``: the containers that readers claimed; ``subdirectories``: those that no part needs;
     ``left_out``: the files that are in no part; ``unread_parts``: those that have the name of one;
     ``named_step``: whether a ``latest`` file names the step that the parts are in.
@@ -122,7 +122,7 @@ class Search:
         self._options = options
         self._book = book
         self._has_state = has_state
-        self._listings: dict[str, Listing] = {}
+        self._listings: dict[str, SearchedDirectory] = {}
         self._followed: set[str] = set()  # directories elsewhere that links lead to
 
     def find(self, path: str) -> Found | None:
@@ -183,7 +183,7 @@ class Search:
                 refused[entry.path] = error
         return searches, refused
 
-    def listing(self, path: str) -> Listing:
+    def listing(self, path: str) -> SearchedDirectory:
         """What is in the directory ``path`` itself."""
         if path not in self._listings:
             if len(self._listings) >= _MAX_LISTED:
@@ -197,7 +197,7 @@ class Search:
             self._listings[path] = self._listed(path)
         return self._listings[path]
 
-    def _listed(self, path: str) -> Listing:
+    def _listed(self, path: str) -> SearchedDirectory:
         entries = self._sources.list_directory(path)
         _refuse_uploads(path, entries)
         names = tuple(entry.name for entry in entries)
@@ -228,7 +228,7 @@ class Search:
         self._enter_unclaimed(path, names, exports, files, hidden, linked)
         left_out = (*sorted(exports), *(f"{entry.name}/" for entry in hidden), *files, *unwanted)
         unread = (entry for name, entry in files.items() if _PART_FILE.search(name) and not name.startswith("."))
-        return Listing(path, names, tuple(parts), tuple(directories), left_out, tuple(unread), named_step)
+        return SearchedDirectory(path, names, tuple(parts), tuple(directories), left_out, tuple(unread), named_step)
 
     def _enter_unclaimed(
         self,
@@ -274,7 +274,7 @@ class Search:
         self._followed.add(entry.link)
         return again
 
-    def _with_parts_below(self, listing: Listing, numbered: list[Entry], others: list[Entry]) -> Found:
+    def _with_parts_below(self, listing: SearchedDirectory, numbered: list[Entry], others: list[Entry]) -> Found:
         """The checkpoint whose parts are in this directory, and in those below it that are no others."""
         found = Found(listing.path, listing.names, list(listing.parts), list(listing.left_out))
         found.unfinished += listing.unread_parts
@@ -317,7 +317,7 @@ class Search:
         found.unfinished += self._unfinished_in(others)
         return found
 
-    def _apart_from_steps(self, listing: Listing, found: Found) -> Found:
+    def _apart_from_steps(self, listing: SearchedDirectory, found: Found) -> Found:
         """``found``, if no step of a run is beside it, or its form says how they belong together: it is a step itself,
         or a ``latest`` file names the one that is read.
 
@@ -348,7 +348,7 @@ class Search:
                 yield from self._numbered_in(entry.path)
 
     def _add_unfinished_beside(
-        self, only: Found, listing: Listing, numbered: Sequence[Entry], others: Sequence[Entry]
+        self, only: Found, listing: SearchedDirectory, numbered: Sequence[Entry], others: Sequence[Entry]
     ) -> None:
         """Add to ``only``, the one checkpoint below, what an interrupted save left beside it: a part of it if both
         have the names of parts, else another step.
@@ -379,7 +379,7 @@ class Search:
         listing = self.listing(path)
         return UNFINISHED in listing.names or any(self._has_leftover(entry.path) for entry in listing.subdirectories)
 
-    def _producer_below(self, listing: Listing, subdirectories: list[Entry]) -> Found | None:
+    def _producer_below(self, listing: SearchedDirectory, subdirectories: list[Entry]) -> Found | None:
         """The one subdirectory with everything that a producer saves, if no file above it is a model or optimizer."""
         producers = [entry for entry in subdirectories if resuming_producer(self.listing(entry.path).names)]
         below = [found for entry in producers if (found := self._parts_in(entry)) is not None]
@@ -387,7 +387,7 @@ class Search:
             raise self._several(listing, [search.path for search in below])
         return self._only_below(listing, below[0]) if below else None
 
-    def _below_settings(self, listing: Listing, numbered: list[Entry], others: list[Entry]) -> Found | None:
+    def _below_settings(self, listing: SearchedDirectory, numbered: list[Entry], others: list[Entry]) -> Found | None:
         """The one checkpoint below a directory whose own files have no model and no optimizer (settings)."""
         if not (numbered or others) or any(map(self._has_state, listing.parts)):
             return None
@@ -402,14 +402,14 @@ class Search:
             raise self._several(listing, [*unclear, *(search.path for search in below)], why)
         return self._only_below(listing, below[0]) if below else None
 
-    def _only_below(self, listing: Listing, only: Found) -> Found:
+    def _only_below(self, listing: SearchedDirectory, only: Found) -> Found:
         """``only``, as the one checkpoint below ``listing``, of which nothing is read."""
         left_out = ", ".join([*(part.name for part in listing.parts), *listing.left_out])
         only.passed.insert(0, f"{listing.path}: {left_out}")
         return only
 
     def _several(
-        self, listing: Listing, candidates: list[str], why: str | None = None, numbered: Sequence[Entry] = ()
+        self, listing: SearchedDirectory, candidates: list[str], why: str | None = None, numbered: Sequence[Entry] = ()
     ) -> FsdpckptError:
         """``numbered``: the directories beside ``candidates``, of which some may be empty."""
         empty = [entry.path for entry in numbered if entry.path not in candidates and self._is_hollow(entry.path)]

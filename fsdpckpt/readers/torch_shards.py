@@ -17,7 +17,7 @@ from fsdpckpt.formats.torch.bulk import read_tensors
 from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions, file_name, stem_of
 from fsdpckpt.readers.shard_index import NumberedName, ShardIndex, numbered, open_index, require_all_numbers
 from fsdpckpt.readers.torch_ranks import looks_like_torch
 from fsdpckpt.storage import Entry
@@ -77,7 +77,7 @@ def _shard(name: str) -> NumberedName | None:
 
 
 def _index_part(path: str) -> Part:
-    def read(files: FileTable, sources: Sources) -> Tree:
+    def read(files: FileTable, sources: Sources) -> PartContents:
         return _read_index(open_index(path, sources), files, sources)
 
     return Part(path, stem_of(stem_of(stem_of(file_name(path)))), read)
@@ -89,7 +89,7 @@ def _group_file(index: ShardIndex) -> list[str]:
     return [name] if isinstance(name, str) and "/" not in name and name not in ("", "..") else []
 
 
-def _read_numbered(paths: Sequence[str], files: FileTable, sources: Sources) -> Tree:
+def _read_numbered(paths: Sequence[str], files: FileTable, sources: Sources) -> PartContents:
     """Read the shards at ``paths`` as one state dict. Raises SourceIncompleteError if the numbers are not complete,
     and what ``_joined`` raises.
     """
@@ -99,7 +99,7 @@ def _read_numbered(paths: Sequence[str], files: FileTable, sources: Sources) -> 
     return _tree(_joined(archives), archives)
 
 
-def _read_index(index: ShardIndex, files: FileTable, sources: Sources) -> Tree:
+def _read_index(index: ShardIndex, files: FileTable, sources: Sources) -> PartContents:
     """Read the shards that ``index`` lists, and compare them with it."""
     archives = [_archive(index.directory + shard, files, sources) for shard in index.shards]
     by_shard = {file_name(archive.path): set(map(str, _root(archive))) for archive in archives}
@@ -157,8 +157,8 @@ def _joined(archives: Sequence[TorchArchive]) -> dict[Key, Value]:
     return root
 
 
-def _tree(root: dict[Key, Value], archives: Sequence[TorchArchive]) -> Tree:
-    tree = Tree(root, Layout.FULL, Container.TORCH, 1)
+def _tree(root: dict[Key, Value], archives: Sequence[TorchArchive]) -> PartContents:
+    tree = PartContents(root, Layout.FULL, Container.TORCH, 1)
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.notes.extend(notes_on_dropped(archives))
     message = f"{plural(len(archives), 'torch.save file')}, each with some of the entries"

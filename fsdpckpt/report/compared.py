@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpckpt import flags
 from fsdpckpt.report.curves import FEWEST_LAYERS, MAX_CURVES, Line, curve, layer_of
-from fsdpckpt.report.figures import MAX_ROWS, Table, more_text
+from fsdpckpt.report.figures import MAX_ROWS, FigureTable, more_text
 from fsdpckpt.report.render import render
 from fsdpckpt.text import count_text, fold, plural, rate_text, step_text
 from fsdpckpt.verify.changes import changed_kinds, joined_lists, kind_of, module_changes, standings
@@ -57,13 +57,13 @@ def _content(result: Difference) -> dict[str, Any]:
     }
 
 
-def _standings(result: Difference) -> Table:
+def _standings(result: Difference) -> FigureTable:
     rows = []
     for letter, source, side in zip("AB", result.sources, standings(result), strict=True):
         steps = ", ".join(f"{step_text(step)} ({plural(count, 'parameter')})" for step, count in side.steps.items())
         rates = ", ".join(f"{rate_text(rate)} ({plural(count, 'group')})" for rate, count in side.rates.items())
         rows.append((letter, source, steps or "-", rates or "-"))
-    return Table(["side", "checkpoint", "step", "learning rate"], rows)
+    return FigureTable(["side", "checkpoint", "step", "learning rate"], rows)
 
 
 def _curves(entries: Sequence[Entry], kinds: Sequence[str]) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def _curves(entries: Sequence[Entry], kinds: Sequence[str]) -> list[dict[str, An
     return drawn[:MAX_CURVES]
 
 
-def _modules(result: Difference, kinds: Sequence[str]) -> Table:
+def _modules(result: Difference, kinds: Sequence[str]) -> FigureTable:
     rows = []
     for module in module_changes(result.entries):
         cells: list[str] = [module.module + (f"  x{count_text(module.count)}" if module.count > 1 else "")]
@@ -101,14 +101,14 @@ def _modules(result: Difference, kinds: Sequence[str]) -> Table:
     headings = ["module"]
     for kind in kinds:
         headings += [f"{kind} max |A - B|", f"{kind} relative"]
-    return Table(headings, rows, frozenset(range(1, len(headings))), more=more_text(len(rows), "module"))
+    return FigureTable(headings, rows, frozenset(range(1, len(headings))), more=more_text(len(rows), "module"))
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _outliers(entries: Sequence[Entry]) -> Table:
+def _outliers(entries: Sequence[Entry]) -> FigureTable:
     """The tensors that moved much further, or much less, than the same tensor of other layers."""
     alike: dict[tuple[str, str], list[tuple[float, Entry]]] = {}
     measured = [entry for entry in entries if entry.change is not None and entry.param is not None]
@@ -132,10 +132,10 @@ def _outliers(entries: Sequence[Entry]) -> Table:
     left = len(found) - MAX_OUTLIERS
     more = f"and {plural(left, 'tensor')} more" if left > 0 else ""
     headings = ["what", "tensor", "relative", "typical", "ratio"]
-    return Table(headings, [row for _, row in found[:MAX_OUTLIERS]], frozenset({2, 3, 4}), more=more)
+    return FigureTable(headings, [row for _, row in found[:MAX_OUTLIERS]], frozenset({2, 3, 4}), more=more)
 
 
-def _only(entries: Sequence[Entry], sigil: str) -> Table:
+def _only(entries: Sequence[Entry], sigil: str) -> FigureTable:
     """What only one side has; repeated layers are one row."""
     chosen = [entry for entry in joined_lists(entries, LONGEST_LIST) if entry.sigil == sigil]
     rows = []
@@ -143,10 +143,10 @@ def _only(entries: Sequence[Entry], sigil: str) -> Table:
         entry, count = chosen[folded.members[0]], len(folded.members)
         key = folded.key + (f"  x{count_text(count)}" if count > 1 else "")
         rows.append((str(entry.section), key, entry.detail, "" if entry.counts else "not counted"))
-    return Table(["section", "key", "value", "counts"], rows, more=more_text(len(rows), "key"))
+    return FigureTable(["section", "key", "value", "counts"], rows, more=more_text(len(rows), "key"))
 
 
-def _others(entries: Sequence[Entry]) -> Table:
+def _others(entries: Sequence[Entry]) -> FigureTable:
     """What differs and is no tensor of a parameter: settings, extras, shapes and dtypes."""
     chosen = [
         entry
@@ -157,4 +157,4 @@ def _others(entries: Sequence[Entry]) -> Table:
     for folded in fold((entry.key, (entry.section, entry.detail)) for entry in chosen):
         entry, count = chosen[folded.members[0]], len(folded.members)
         rows.append((str(entry.section), folded.key + (f"  x{count_text(count)}" if count > 1 else ""), entry.detail))
-    return Table(["section", "key", "A vs B"], rows[:MAX_ROWS], more=more_text(len(rows), "key"))
+    return FigureTable(["section", "key", "A vs B"], rows[:MAX_ROWS], more=more_text(len(rows), "key"))

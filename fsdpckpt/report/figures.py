@@ -309,7 +309,7 @@ def histogram(exponents: Mapping[int, int], zeros: int) -> list[Rectangle]:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class FigureTable:
     """Texts, which the template escapes. ``right``: columns of numbers; ``label``: for screen readers.
 
     ``more``: what the rows leave out. ``longest``: the largest number of characters shown of a cell.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from fsdpckpt.describe import Incomplete
-from fsdpckpt.report.figures import Table
+from fsdpckpt.report.figures import FigureTable
 from fsdpckpt.report.rank_rows import rank_rows
 from fsdpckpt.report.render import render
 from fsdpckpt.text import count_text, dtypes_text, size_text
@@ -31,11 +31,11 @@ def incomplete_page(left: Incomplete, created: datetime | None = None) -> str:
         "findings": list(error.findings),
         "why": error.why,
         "grid": rank_rows(left.grid),
-        "files": Table(
+        "files": FigureTable(
             ["file", "state"],
             [*((name, "missing") for name in left.missing), *((name, "damaged") for name in left.damaged)],
         ),
-        "readable": Table(["section", "tensors", "elements", "bytes", "dtypes"], readable, frozenset({1, 2, 3})),
+        "readable": FigureTable(["section", "tensors", "elements", "bytes", "dtypes"], readable, frozenset({1, 2, 3})),
         "commands": [("convert what can be read", command) for command in left.commands],
     }
     return render("incomplete.html.jinja", created, values)

@@ -23,9 +23,9 @@ from fsdpckpt.producers import PLAIN
 from fsdpckpt.report.curves import layer_curves
 from fsdpckpt.report.figures import (
     MAX_ROWS,
+    FigureTable,
     Holdings,
     Module,
-    Table,
     clipped,
     figure,
     histogram,
@@ -92,7 +92,7 @@ def _content(described: Description) -> dict[str, Any]:
             *map(str, checkpoint.evidence),
             *(f"{note.kind}: {note.message!s}" for note in checkpoint.notes),
         ],
-        "files": Table(
+        "files": FigureTable(
             ["file", "bytes"],
             [(file.path, size_text(file.nbytes)) for file in files],
             frozenset({1}),
@@ -178,7 +178,7 @@ def _files_of_ranks(checkpoint: Checkpoint) -> RankGrid:
     return rank_grid(names, (), ())
 
 
-def _extras(checkpoint: Checkpoint) -> Table:
+def _extras(checkpoint: Checkpoint) -> FigureTable:
     """Everything beside the model and the optimizer; of a long list, how many values it has."""
     lists: dict[tuple[int | None, str], list[str]] = {}
     for rank, extra in ((None, checkpoint.extra), *enumerate(checkpoint.rank_extra)):
@@ -193,7 +193,7 @@ def _extras(checkpoint: Checkpoint) -> Table:
     rows.sort(key=lambda row: row[0] != "all")  # those of single ranks are many and alike
     left = len(rows) - MAX_EXTRAS
     more = f"and {plural(left, 'extra')} more: inspect {flags.json!s} lists them all" if left > 0 else ""
-    return Table(["rank", "extra", "value"], rows[:MAX_EXTRAS], more=more)
+    return FigureTable(["rank", "extra", "value"], rows[:MAX_EXTRAS], more=more)
 
 
 def _commands(described: Description) -> list[tuple[str, str]]:
@@ -259,7 +259,7 @@ def _section(described: Description, section: Section) -> dict[str, Any] | None:
     }
 
 
-def _rank_table(grid: Holdings, root: Module) -> Table:
+def _rank_table(grid: Holdings, root: Module) -> FigureTable:
     """Every rank; if there are very many, those with the most and the fewest bytes."""
     order = list(range(len(grid.nbytes)))
     more = ""
@@ -277,10 +277,12 @@ def _rank_table(grid: Holdings, root: Module) -> Table:
         )
         for rank in order
     ]
-    return Table(["rank", "holds", "share", "chunks"], rows, frozenset({0, 1, 2, 3}), more=more, shares=frozenset({2}))
+    return FigureTable(
+        ["rank", "holds", "share", "chunks"], rows, frozenset({0, 1, 2, 3}), more=more, shares=frozenset({2})
+    )
 
 
-def _module_table(root: Module) -> Table:
+def _module_table(root: Module) -> FigureTable:
     """Modules down to the layers and their parts, in the model's order, layers of equal size in one row."""
     modules = list(_modules(root, 2))
     sized = [(module, module.nbytes, module.elements, module.tensors, _tensor_text(module)) for module in modules]
@@ -306,7 +308,7 @@ def _module_table(root: Module) -> Table:
         )
     headings = ["module", "bytes", "in all", "share", "elements", "tensors", "tensor"]
     more = f"and {plural(left, 'smaller module')}" if left > 0 else ""
-    return Table(headings, rows, frozenset({1, 2, 3, 4, 5}), "size by module", more, shares=frozenset({3}))
+    return FigureTable(headings, rows, frozenset({1, 2, 3, 4, 5}), "size by module", more, shares=frozenset({3}))
 
 
 def _modules(node: Module, depth: int) -> Iterator[Module]:
@@ -329,7 +331,7 @@ def _tensor_text(module: Module) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)} {tensor.placement}" if tensor is not None else ""
 
 
-def _dtypes(described: Description) -> Table:
+def _dtypes(described: Description) -> FigureTable:
     sums: dict[tuple[str, str], list[int]] = {}
     for named in described.tensors:
         row = sums.setdefault((str(named.section), named.tensor.dtype.name), [0, 0, 0])
@@ -341,10 +343,10 @@ def _dtypes(described: Description) -> Table:
         for (section, dtype), (number, elements, nbytes) in sums.items()
     ]
     headings = ["section", "dtype", "tensors", "elements", "bytes", "share"]
-    return Table(headings, rows, frozenset({2, 3, 4, 5}), shares=frozenset({5}))
+    return FigureTable(headings, rows, frozenset({2, 3, 4, 5}), shares=frozenset({5}))
 
 
-def _statistics(described: Description) -> Table:
+def _statistics(described: Description) -> FigureTable:
     rows = [
         (named.section, named.key, *("-" if number is None else f"{number:.4g}" for number in stats.numbers))
         for named, stats in zip(described.tensors, described.stats or (), strict=False)
@@ -352,10 +354,10 @@ def _statistics(described: Description) -> Table:
     ]
     headings = ["section", "key", "min", "max", "mean", "std", "norm"]
     more = more_text(len(rows), "tensor", f": inspect {flags.stats!s} {flags.json!s} lists them all")
-    return Table(headings, rows, frozenset(range(2, 7)), more=more)
+    return FigureTable(headings, rows, frozenset(range(2, 7)), more=more)
 
 
-def _groups(checkpoint: Checkpoint) -> Table:
+def _groups(checkpoint: Checkpoint) -> FigureTable:
     """The settings of each param group."""
     groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
     rows = []
@@ -364,7 +366,7 @@ def _groups(checkpoint: Checkpoint) -> Table:
         hyper = [f"{key!s}={value_text(value)}" for key, value in settings]
         rows.append((number, count_text(len(group.members or ())), ", ".join(hyper)))
     headings = ["group", "parameters", "settings"]
-    return Table(headings, rows, frozenset({0, 1}), more=more_text(len(rows), "group"), longest=2000)
+    return FigureTable(headings, rows, frozenset({0, 1}), more=more_text(len(rows), "group"), longest=2000)
 
 
 def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any]:
@@ -422,7 +424,7 @@ def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any
     return {
         "steps": f"{text[:1].upper()}{text[1:]}." if steps else f"{plural(parameters, 'parameter')}; {text}",
         "problems": [f"optimizer: {text}"] if disagree else [],
-        "states": Table(headings, rows, frozenset({1}), more=more_text(len(rows), "state")),
+        "states": FigureTable(headings, rows, frozenset({1}), more=more_text(len(rows), "state")),
         "without": ", ".join(map(clipped, without_state[:50])) + more,
     }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.flags import Flag, Message
 from fsdpckpt.storage.local import replace_file
-from fsdpckpt.storage.places import Tree
+from fsdpckpt.storage.places import DirectoryTree
 from fsdpckpt.storage.protocols import is_url
 
 
@@ -72,7 +72,7 @@ class Document:
         if is_url(path):
             what = f"{self.option(path)}: a {self.noun} is written to a local file"
             raise UsageError(what, next_step=self._example)
-        if not is_url(source) and os.path.isdir(source) and Tree(source).holds(path):
+        if not is_url(source) and os.path.isdir(source) and DirectoryTree(source).holds(path):
             raise UsageError(
                 f"{self.option(path)} is inside the source, which is never written to",
                 file=path,

@@ -39,7 +39,7 @@ def is_within(path: str, directory: str) -> bool:
     return wanted is not None and wanted in map(inode_of, _upward(real))
 
 
-class Tree:
+class DirectoryTree:
     """The file ``path``, or the directory ``path`` with all directories below it; links in it are not followed."""
 
     def __init__(self, path: str) -> None:

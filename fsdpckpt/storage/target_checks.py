@@ -19,7 +19,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.hidden import NAME_LIMIT, hidden_place_of
 from fsdpckpt.storage.local import target_errors
-from fsdpckpt.storage.places import Tree, is_mount_point, is_within
+from fsdpckpt.storage.places import DirectoryTree, is_mount_point, is_within
 from fsdpckpt.storage.protocols import FileIdentity, identity_of_status, is_url
 from fsdpckpt.text import bytes_text
 
@@ -125,7 +125,7 @@ def check_target(target: str, source: str, *, state: TargetState) -> None:
             raise _holds_source(target)
         if (os.path.lexists(target) or os.path.lexists(real)) and state is not TargetState.COMPLETE_TO_COMPARE:
             _refuse_existing(target, real, overwrite=overwrite)
-        if local and overwrite and Tree(real).holds(source):  # not earlier: nobody wants a walk through / or ~
+        if local and overwrite and DirectoryTree(real).holds(source):  # not earlier: nobody wants a walk through / or ~
             raise _holds_source(target)
         _require_parent(target, real)
 
@@ -146,7 +146,7 @@ def require_outside(path: str, source: str, *, what: str = "DST") -> None:
     """Raises UsageError if ``path``, which is to be written, is the local ``source`` or lies in it, by whatever path
     it is reached. ``what``: how messages call it.
     """
-    tree = Tree(source)
+    tree = DirectoryTree(source)
     if not tree.holds(path):
         return
     relation = "is the source" if is_within(source, path) else "lies inside the source"
@@ -165,7 +165,7 @@ def require_source_apart(target: str, source: str, *, overwrite: bool) -> None:
     Each machine that writes asks this for itself: its paths may lead elsewhere than those of others.
     """
     require_outside(target, source)
-    if overwrite and Tree(target).holds(source):
+    if overwrite and DirectoryTree(target).holds(source):
         raise _holds_source(target)
 
 
@@ -176,7 +176,7 @@ def require_outside_opened(target: str, source: str, opened: Iterable[str]) -> N
     above, below = os.path.realpath(source), os.path.join(source, "")
     folders = {os.path.realpath(os.path.dirname(path)) for path in opened if path.startswith(below)}
     for folder in sorted(folders):
-        if os.path.commonpath([folder, above]) != above and Tree(folder).holds(target):
+        if os.path.commonpath([folder, above]) != above and DirectoryTree(folder).holds(target):
             raise UsageError(
                 f"{target} lies inside {folder}, which is a part of the source: a link in {source} leads there",
                 file=target,
@@ -229,7 +229,7 @@ def refuse_links_into(target: str, source: str, opened: Iterable[str], *, units:
         paths += [path for path in opened if path.startswith(below)]  # also what is behind a link to a directory
     else:  # an index lies beside its shards
         paths = [path for path in opened if os.path.dirname(path) == os.path.dirname(source)]
-    tree = Tree(target)
+    tree = DirectoryTree(target)
     links = {path: os.path.realpath(path) for path in paths if tree.holds(path)}
     if links:
         raise UsageError(

@@ -17,7 +17,7 @@ from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.protocol import FileTable, Part, Reader, ReadOptions, Tree
+from fsdpckpt.readers.protocol import FileTable, Part, PartContents, Reader, ReadOptions
 from fsdpckpt.readers.registry import all_readers
 from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.local import MemoryFile
@@ -96,7 +96,7 @@ class ReaderContract(ABC):
         part = self.reader.recognise_file(_entry(path, sources), sources)
         return [part] if part is not None else []
 
-    def trees(self, path: Path, sources: Sources) -> list[tuple[Tree, FileTable]]:
+    def trees(self, path: Path, sources: Sources) -> list[tuple[PartContents, FileTable]]:
         tables = [(part, FileTable()) for part in self.parts(path, sources)]
         return [(part.read(table, sources), table) for part, table in tables]
 

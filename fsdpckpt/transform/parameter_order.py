@@ -20,7 +20,7 @@ from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean, keeps_order, revisits_a_module, without_module
-from fsdpckpt.ir.optimizer import Group, Optimizer
+from fsdpckpt.ir.optimizer import Optimizer, ParamGroup
 from fsdpckpt.ir.parameters import Named, Parameter, RowNumber
 from fsdpckpt.ir.state_shapes import ShownShapes, fits, has_scalars
 from fsdpckpt.ir.tensors import Tensor
@@ -330,7 +330,7 @@ def from_param_names(optim: Optimizer, names_to_match: Collection[str] = ()) -> 
     return ParameterOrder.of_groups(listed, "param_names in the groups")
 
 
-def listed_param_names(group: Group) -> list[str] | None:
+def listed_param_names(group: ParamGroup) -> list[str] | None:
     """The clean ``param_names`` of one group; None unless there is one for each key, and none is a flat parameter's."""
     names = [clean(word) for word in group.words() if isinstance(word, str)]
     return None if len(names) != len(group.members or ()) or any(map(is_flat_key, names)) else names

@@ -26,7 +26,7 @@ _KEYS_IN_MESSAGE = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PlacementRule:
     """One line of a placements file: the ``sharding`` of parameters that match ``glob``; None if they are no DTensors
     and every rank holds them whole.
     """
@@ -40,7 +40,7 @@ class Rules:
     """The lines of a placements ``file``; the first whose glob matches decides."""
 
     file: str
-    entries: tuple[Rule, ...]
+    entries: tuple[PlacementRule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _place_new_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding |
 
 
 def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
-    decisive: dict[str, Rule | None] = {}  # the first rule that matches, by parameter
+    decisive: dict[str, PlacementRule | None] = {}  # the first rule that matches, by parameter
     shardings: dict[Tensor, Sharding | None] = {}
     for name, leaf in _parameters(named):
         if name not in decisive:

@@ -16,7 +16,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.globs import matches
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Optimizer, ParamGroup
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers.recognition import flavor_named
@@ -130,7 +130,7 @@ def _with_groups(
     return replace(checkpoint, optim=changed).noted(note)
 
 
-def _split_group(group: Group, names: Sequence[str], without: set[str]) -> list[dict[Key, Value]]:
+def _split_group(group: ParamGroup, names: Sequence[str], without: set[str]) -> list[dict[Key, Value]]:
     """Split ``group``, of the parameters ``names``, into those with and without weight decay."""
     settings = {key: value for key, value in group.settings.items() if key != PARAM_NAMES}
     decayed: list[Value] = [name for name in names if name not in without]

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.execute import execute
-from fsdpckpt.execute.job import Budget, Job, Settings
+from fsdpckpt.execute.job import Budget, Job, JobSettings
 from fsdpckpt.execute.journal import JournaledWindows, Recorder
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan import Plan
@@ -29,7 +29,7 @@ def job_of_one_rank(
     """The job of a rank that writes everything. ``journaled``: what an interrupted run has written."""
     segments = tuple(Segment(number, 0, 0, file.nbytes, 0) for number, file in enumerate(plan.files))
     claims = (journaled or JournaledWindows()).claims()[:, :4]  # segment number n is file number n
-    settings = Settings(budget.window, budget.nbytes, 0, 0, 0)
+    settings = JobSettings(budget.window, budget.nbytes, 0, 0, 0)
     return Job(plan, tuple(files), checksums, segments, settings, claims)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceMissingError, WorkerError
 from fsdpckpt.execute.checks import SourceCheck
-from fsdpckpt.execute.job import Job, Settings, pack_job, unpack_job
+from fsdpckpt.execute.job import Job, JobSettings, pack_job, unpack_job
 from fsdpckpt.execute.output import Output, write_window
 from fsdpckpt.execute.send_recv import ReceiveBuffers, StreamReader
 from fsdpckpt.execute.window import Assembler
@@ -170,7 +170,9 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
         window = rng.choice([16, 48, 96, 4096])
         with patch.object(partitioning, "_BLOCK", rng.choice([1, 16])):
             segments = tuple(partition(plan, range(len(files)), writers))
-        job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, rng.randrange(1, 5), 256))
+        job = Job(
+            plan, sources, Checksums.of([]), segments, JobSettings(window, 0, 4 * window, rng.randrange(1, 5), 256)
+        )
         again = unpack_job(pack_job(job))
         assert pickle.dumps(pack_job(again)) == pickle.dumps(pack_job(job))
         assert run(again, seen_by, folder) == []
@@ -192,7 +194,7 @@ def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path
     with patch.object(partitioning, "_BLOCK", block):
         segments = tuple(partition(plan, [0], [0, 1, 2]))
     assert len(segments) == 3
-    job = Job(plan, disk.save(), Checksums.of([]), segments, Settings(96, 0, 1000, 2, 0))
+    job = Job(plan, disk.save(), Checksums.of([]), segments, JobSettings(96, 0, 1000, 2, 0))
     apart = np.array([[False, False, False, True]])
     assert run(job, apart, str(tmp_path)) == []
     assert (tmp_path / "out").read_bytes() == bytes(3) + values.astype(numpy_dtype(DTYPES[name])).tobytes()
@@ -213,7 +215,7 @@ def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: in
         with patch.object(partitioning, "_BLOCK", 16):
             segments = tuple(partition(plan, range(len(files)), [0, 1]))
         window = rng.choice([48, 96, 4096])
-        job = Job(plan, sources, Checksums.of([]), segments, Settings(window, 0, 4 * window, 2, 256))
+        job = Job(plan, sources, Checksums.of([]), segments, JobSettings(window, 0, 4 * window, 2, 256))
         transfers = [
             plan_transfers(plan, segments, seen_by, rank=r, window=window, round_bytes=4 * window, written=job.claims)
             for r in (0, 1)

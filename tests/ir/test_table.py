@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.rows import Kind, undetermined
+from fsdpckpt.ir.rows import RowKind, undetermined
 from fsdpckpt.ir.table import Table, names_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -110,7 +110,11 @@ def test_rows_say_what_is_known_of_them() -> None:
     assert held.model is not None
     held.model.params["b"] = whole(3, sharded=False, offset=64)
     table = Table.of(held)
-    assert [row.kind for row in table.parameters.rows] == [Kind.PARAMETER, Kind.UNDETERMINED, Kind.UNDETERMINED]
+    assert [row.kind for row in table.parameters.rows] == [
+        RowKind.PARAMETER,
+        RowKind.UNDETERMINED,
+        RowKind.UNDETERMINED,
+    ]
     assert table.parameters.sharing() == [(0, 2)] and table.parameters.rows[0].shape == (3,)
     assert undetermined(held) == []
 

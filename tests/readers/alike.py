@@ -9,7 +9,7 @@ from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.protocol import FileTable
-from fsdpckpt.readers.torch_ranks.merge import Merge
+from fsdpckpt.readers.torch_ranks.merge import RankMerge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.storage.sources import Sources
 
@@ -49,7 +49,7 @@ def _end(paths: Mapping[int, str], sources: Sources, *, alike: bool) -> object:
     except FsdpckptError as error:
         return Refusal(error)
     archives = [file.archive for file in files]
-    merge = Merge(grouped(files, [one.root for one in archives]), sharded=any(one.forms for one in archives))
+    merge = RankMerge(grouped(files, [one.root for one in archives]), sharded=any(one.forms for one in archives))
     root = merge.value([group.root for group in grouped(files, [one.root for one in archives])])
     said = [(one.ranks, set().union(*one.worlds), one.forms, one.devices, one.dropped) for one in archives]
     sums = [_columns(one.checksums) for one in archives]

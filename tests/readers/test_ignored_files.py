@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError, UsageError
 from fsdpckpt.readers.candidates import glob_of
-from fsdpckpt.readers.protocol import Part, Tree
+from fsdpckpt.readers.protocol import Part, PartContents
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODEL = {"a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
@@ -171,7 +171,7 @@ def test_what_the_ranks_wrote_is_kept_and_not_what_was_gathered_from_it(tmp_path
     ],
 )
 def test_a_part_is_named_by_the_glob_that_leaves_it_out(label: str, names: str, glob: str | None) -> None:
-    def read(*_: object) -> Tree:
+    def read(*_: object) -> PartContents:
         raise AssertionError("not to be read")
 
     assert glob_of(Part(label, "stem", read, names), "/run/") == (names if glob is None else glob)

@@ -11,7 +11,7 @@ import torch
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsafeError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.torch_ranks.read import read_torch_file
 from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import held
@@ -19,7 +19,7 @@ from tests.readers.contents import held
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def read(path: Path | str) -> tuple[Tree, Any]:
+def read(path: Path | str) -> tuple[PartContents, Any]:
     """The tree, and its root with every tensor as its bytes."""
     files = FileTable()
     with Sources() as sources:

@@ -31,7 +31,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.protocol import FileTable, Tree
+from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.storage.sources import Sources
 from tests.readers.contents import held, opened
@@ -40,7 +40,7 @@ from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-def read_files(paths: dict[int, Path]) -> tuple[Tree, Any]:
+def read_files(paths: dict[int, Path]) -> tuple[PartContents, Any]:
     """The tree, and its root with every tensor as its bytes."""
     files = FileTable()
     with Sources() as sources:
@@ -48,7 +48,7 @@ def read_files(paths: dict[int, Path]) -> tuple[Tree, Any]:
     return tree, held(tree.root, files.files())
 
 
-def read(directory: Path, stem: str = "model") -> tuple[Tree, Any]:
+def read(directory: Path, stem: str = "model") -> tuple[PartContents, Any]:
     found = {int(re.findall(r"_(\d+)\.pt", path.name)[0]): path for path in directory.glob(f"{stem}_*.pt")}
     return read_files(found)
 
@@ -396,7 +396,7 @@ def test_a_key_that_only_a_later_rank_has_counts(four: Path) -> None:
     assert "ranks 0, 1, 2" in problem.message
 
 
-def read_without_coverage(directory: Path) -> tuple[Tree, FileTable]:
+def read_without_coverage(directory: Path) -> tuple[PartContents, FileTable]:
     files = FileTable()
     with Sources() as sources:
         paths = {rank: str(directory / f"model_{rank}.pt") for rank in range(4)}

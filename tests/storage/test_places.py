@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.storage.places import Tree, is_within
+from fsdpckpt.storage.places import DirectoryTree, is_within
 from fsdpckpt.storage.target_checks import (
     TargetState,
     check_target,
@@ -94,7 +94,7 @@ def test_a_link_to_the_source_is_the_source_and_another_name_of_a_file_is_not(tm
     (tmp_path / "src" / "deep" / "data").write_bytes(b"theirs")
     (tmp_path / "link").symlink_to(tmp_path / "src" / "deep")
     os.link(tmp_path / "src" / "deep" / "data", tmp_path / "mine")
-    tree = Tree(str(tmp_path / "src"))
+    tree = DirectoryTree(str(tmp_path / "src"))
     assert tree.holds(str(tmp_path / "link" / "out"))
     assert not tree.holds(str(tmp_path / "mine")), "removing one name of a file leaves the other"
     assert not is_within(str(tmp_path / "mine"), str(tmp_path / "src" / "deep" / "data"))

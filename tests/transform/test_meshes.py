@@ -17,7 +17,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.meshes import find_resized, resized, source_meshes, whole_of
-from fsdpckpt.transform.placements import AsSource, Rule, Rules, TargetMesh, apply_placements
+from fsdpckpt.transform.placements import AsSource, PlacementRule, Rules, TargetMesh, apply_placements
 from tests.flat.flat_synthetic import checkpoint, whole
 
 MESH = MeshShape((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
@@ -197,7 +197,7 @@ def test_placements_are_read_as_they_are_written(rules: Any, placed: Any, tmp_pa
                 parse_placements(str(path), [TWO], sources)
             assert (error.value.next_step == "write Shard(DIM)") is ("_StridedShard" in str(rules))
         else:
-            assert parse_placements(str(path), [TWO], sources) == Rules(str(path), (Rule("*", placed),))
+            assert parse_placements(str(path), [TWO], sources) == Rules(str(path), (PlacementRule("*", placed),))
 
 
 def test_states_that_were_made_are_placed_like_others_of_their_shape() -> None:
@@ -218,7 +218,7 @@ def test_states_that_were_made_are_placed_like_others_of_their_shape() -> None:
 
 def test_without_a_model_the_states_of_one_shape_show_that_of_their_parameter() -> None:
     cut = Sharding(TWO, (Shard(0), Shard(1)))
-    target = TargetMesh((TWO,), Rules("p.json", (Rule("*", cut),)))
+    target = TargetMesh((TWO,), Rules("p.json", (PlacementRule("*", cut),)))
     states: dict[str, Any] = {"step": whole(), "exp_avg": replace(whole(5, 3), sharded=True)}
     held = checkpoint(6, optim=Optimizer.of({"w": states}, None))
     found = apply_placements(held, held, target)

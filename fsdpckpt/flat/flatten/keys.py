@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
 from fsdpckpt.ir.names import FSDP_WRAPPER
-from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Group, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Optimizer, ParamGroup, ParamKey
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.text import plural
@@ -90,7 +90,7 @@ def _numbered(order: Iterable[Sequence[str]], key_type: KeyType, prefixes: Colle
 
 
 def _group(
-    group: Group, names: Sequence[str], keys: Mapping[str, ParamKey], prefixes: frozenset[str]
+    group: ParamGroup, names: Sequence[str], keys: Mapping[str, ParamKey], prefixes: frozenset[str]
 ) -> dict[Key, Value]:
     written = dict(group.settings)
     if PARAMS in written:

@@ -44,7 +44,7 @@ class Candidate:
     """Units whose settings are still unknown. ``ordered``: their parameters are in the model's order.
 
     ``label``: where they come from. ``assumed``: what some names are assumed to be. ``strides_known``:
-    whether it has the parameters' strides. A higher ``tier`` is tried only if no candidate of a lower one matches.
+    whether it has the parameters' strides. A later ``turn`` comes only if no candidate of an earlier one matches.
     ``alternatives``: the candidates in which a name that this one leaves out takes the place of another.
     """
 
@@ -52,7 +52,7 @@ class Candidate:
     label: str
     ordered: bool = True
     assumed: tuple[str, ...] = ()
-    tier: int = 0
+    turn: int = 0
     strides_known: bool = False
     alternatives: Callable[[], Iterable[Candidate]] = tuple
 
@@ -107,7 +107,7 @@ class _Candidates:
                 yield self._candidate(params, roots, assumed=assumption)
             for params, assumption in self._without_buffers():
                 yield self._candidate(params, roots, assumed=assumption)
-        for tier, kinds in ((1, [None]), (2, self._kinds())):
+        for turn, kinds in ((1, [None]), (2, self._kinds())):
             for roots in self._roots(self.possible):
                 for kind in kinds:
                     buffers = [param for param in self._maybe_buffers() if _last_component(param) == kind]
@@ -116,7 +116,7 @@ class _Candidates:
                         left_out = {later, *(param.name for param in buffers)}
                         params = [param for param in self.possible if param.name not in left_out]
                         assumption = f"{treated}{later} treated as another name of {first}"
-                        yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, tier=tier)
+                        yield self._candidate(params, roots, shared=[(later, first)], assumed=assumption, turn=turn)
 
     def _maybe_buffers(self) -> list[Parameter]:
         """Names that may be buffers."""
@@ -183,7 +183,7 @@ class _Candidates:
         *,
         shared: Sequence[tuple[str, str]] = (),
         assumed: str | None = None,
-        tier: int = 0,
+        turn: int = 0,
         names: Listing | None = None,
     ) -> Candidate:
         """``names``: where ``params`` are certain, in the model's order."""
@@ -197,7 +197,7 @@ class _Candidates:
         )
         alternatives = partial(self._exchanged, params, prefixes, shared) if names is None else tuple
         return Candidate(
-            units, self.label, named.ordered, (assumed,) if assumed else (), tier, alternatives=alternatives
+            units, self.label, named.ordered, (assumed,) if assumed else (), turn, alternatives=alternatives
         )
 
     def _exchanged(

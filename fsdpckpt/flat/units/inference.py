@@ -62,16 +62,16 @@ def infer(
 ) -> ResolvedUnits | Refusal:
     """The only units that the lengths in ``checkpoint`` allow, or what contradicts the nearest candidate.
 
-    ``candidates``: lower tiers first; a higher tier is tried only if nothing in a lower one matches. ``preferred``:
-    settings that the caller expects; they decide if several match. ``order_command``: the command that finds the order
-    of the names, for an error. Raises NeedsInformationError if several match that
-    read the same bytes differently, or if an order is not certain.
+    ``candidates``: those of earlier turns first; a later turn comes only if nothing in an earlier one matches.
+    ``preferred``: settings that the caller expects; they decide if several match. ``order_command``: the command that
+    finds the order of the names, for an error. Raises NeedsInformationError if several match that read the same bytes
+    differently, or if an order is not certain.
     """
     matches: list[_Matched] = []
     nearest: Refusal | None = None
     distance = 0
     for candidate in candidates:
-        if matches and candidate.tier > matches[-1].candidate.tier:
+        if matches and candidate.turn > matches[-1].candidate.turn:
             break
         for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
             description = "; ".join((*candidate.assumed, describe_settings(units)))

@@ -21,11 +21,13 @@ from fsdpckpt.ir.tensors import Box, Boxes, Chunks, Tensor
 from fsdpckpt.ir.torchao import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.dcp.directory import DcpDirectory
-from fsdpckpt.readers.protocol import ChunkedTensor, Tree, build_tensors
+from fsdpckpt.readers.protocol import ChunkedTensor, PartContents, build_tensors
 from fsdpckpt.storage.sources import Sources
 
 
-def read_blockwise(directory: DcpDirectory, sources: Sources, tree: Tree) -> tuple[DcpMetadata, dict[str, Value]]:
+def read_blockwise(
+    directory: DcpDirectory, sources: Sources, tree: PartContents
+) -> tuple[DcpMetadata, dict[str, Value]]:
     """Read all states of ``directory`` that are quantized in blocks: the metadata with their parts in their place, and
     the parts by flat key, which are not among the tensors of that metadata.
 

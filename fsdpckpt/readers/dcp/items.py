@@ -35,7 +35,7 @@ from fsdpckpt.ir.tensors import (
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import as_fully_shard, mesh_box
 from fsdpckpt.readers.dcp.directory import DcpDirectory
-from fsdpckpt.readers.protocol import ChunkedTensor, Tree
+from fsdpckpt.readers.protocol import ChunkedTensor, PartContents
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
@@ -67,7 +67,7 @@ def declared_chunks(directory: DcpDirectory, offset: Int64Array | None = None) -
     return declared
 
 
-def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list[ChunkedTensor]:
+def locate_chunks(directory: DcpDirectory, sources: Sources, tree: PartContents) -> list[ChunkedTensor]:
     """Every tensor with its chunks located. Items are opened in file order, each read once.
 
     Raises SourceCorruptError that lists all items that differ from the metadata.
@@ -80,7 +80,7 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: Tree) -> list
     return list(located.values())
 
 
-def locate_some(directory: DcpDirectory, sources: Sources, tree: Tree) -> list[ChunkedTensor] | None:
+def locate_some(directory: DcpDirectory, sources: Sources, tree: PartContents) -> list[ChunkedTensor] | None:
     """``locate_chunks`` of a directory's metadata for some of its tensors. None if items have other sizes than it
     declares: ``_correct_uneven`` needs those of all tensors.
     """
@@ -254,7 +254,7 @@ def _refuse(contents: _Contents, directory: DcpDirectory, mismatched: npt.NDArra
 
 
 def _correct_uneven(
-    directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: Tree
+    directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: PartContents
 ) -> None:
     """Give the tensors ``uneven`` (as declared), whose items have other sizes, the boxes that the ranks held, or refuse
     them.
@@ -372,7 +372,7 @@ def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) 
         )
 
 
-def read_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
+def read_values(directory: DcpDirectory, sources: Sources, tree: PartContents) -> dict[str, Value]:
     """Every pickled value of the checkpoint, by flat key.
 
     A flattened optimizer repeats each hyper-parameter for every parameter with the same bytes: they are parsed once.

@@ -33,7 +33,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies
-from fsdpckpt.readers.protocol import Claim, FileTable, Locate, Part, ReadOptions, Tree, claim_latest
+from fsdpckpt.readers.protocol import Claim, FileTable, Locate, Part, PartContents, ReadOptions, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -99,7 +99,7 @@ def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources:
             next_step="load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
         )
 
-    def read(table: FileTable, sources: Sources) -> Tree:
+    def read(table: FileTable, sources: Sources) -> PartContents:
         return _read_torch_dist(path, files.get(_COMMON), table, sources, locate=options.locate)
 
     names = {name for name in files if name.endswith(_DCP) or name in (_CONFIG, _COMMON)}
@@ -123,7 +123,9 @@ def _directory_of(iteration: str) -> str | None:
     return f"iter_{int(iteration):07d}" if number else "release" if iteration == "release" else None
 
 
-def _read_torch_dist(path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: Locate) -> Tree:
+def _read_torch_dist(
+    path: str, common: Entry | None, files: FileTable, sources: Sources, *, locate: Locate
+) -> PartContents:
     """Read the model, the optimizer and the extras of the directory ``path``. ``common``: its ``common.pt``.
 
     If the optimizer has fp32 weights, the model section has these. Buffers that hold the states of many
@@ -169,7 +171,7 @@ class _Saved:
     """
 
     path: str
-    tree: Tree
+    tree: PartContents
     model: _Dict = field(default_factory=dict)
     states: dict[Key, dict[Key, Value]] = field(default_factory=dict)
     buffers: _Dict = field(default_factory=dict)
@@ -286,7 +288,7 @@ def _scaler(optimizers: Sequence[Mapping[Key, Value]]) -> _Dict:
     return {} if scaler is None else {"grad_scaler": scaler}
 
 
-def unwrap_megatron_fsdp(tree: Tree, files: FileTable, path: str) -> None:
+def unwrap_megatron_fsdp(tree: PartContents, files: FileTable, path: str) -> None:
     """Normalise ``tree`` if Megatron FSDP saved it: one tensor for both halves, names without ``module.``, and param
     groups that list their parameters.
 

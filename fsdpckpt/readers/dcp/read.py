@@ -26,7 +26,7 @@ from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, locate_some, read_values
-from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Locate, Tree, build_tensors
+from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Locate, PartContents, build_tensors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 
@@ -35,7 +35,7 @@ _MAX_VALUES = 1 << 14  # pickled values that are always read, at some microsecon
 _GROUPS = re.compile(r"^common_state/|\.optimizer/|(?:^|\.)param_to_group_meta\.")
 
 
-def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -> Tree:
+def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -> PartContents:
     """Read the checkpoint in the directory ``path``.
 
     With ``Locate.NOTHING`` only the tensor items of param groups are opened: all other chunks have offset -1, and if
@@ -45,7 +45,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     globals), SourceUnsupportedError (compressed items).
     """
     directory = open_directory(path, sources)
-    tree = Tree(
+    tree = PartContents(
         {}, Layout.FULL, Container.DCP, directory.world_size, evidence=directory.evidence, notes=directory.notes
     )
     if directory.metadata.paths is None:  # only the planner data keep the order
@@ -76,7 +76,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     return tree
 
 
-def _few_values(directory: DcpDirectory, sources: Sources, tree: Tree) -> dict[str, Value]:
+def _few_values(directory: DcpDirectory, sources: Sources, tree: PartContents) -> dict[str, Value]:
     items = directory.metadata.items
     few = items if len(items) <= _MAX_VALUES else {key: items[key] for key in items if _GROUPS.search(key)}
     if len(few) < len(items):
@@ -265,7 +265,7 @@ _STATE_BY_ID = re.compile(r"((?:.*\.)?state\.)\d+\.[^.]+")
 _STATE = re.compile(r"\.state\.|^state\.\d|(?:^|\.)param_groups\.")
 
 
-def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: Tree) -> None:
+def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: PartContents) -> None:
     """Decide from keys, shapes and chunks alone whether there are flat parameters, or slices that DCP lost."""
     metadata = directory.metadata
     flat = [key for key in metadata.tensors if is_flat_key(key)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from fsdpckpt.errors import SourceUnrecognisedError
 from fsdpckpt.readers.dcp.directory import RANK_METADATA
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -41,7 +41,7 @@ class DcpReader:
 
 
 def _part(path: str, options: ReadOptions) -> Part:
-    def read(files: FileTable, sources: Sources) -> Tree:
+    def read(files: FileTable, sources: Sources) -> PartContents:
         from fsdpckpt.readers.dcp.megatron import unwrap_megatron_fsdp
         from fsdpckpt.readers.dcp.read import read_dcp
 

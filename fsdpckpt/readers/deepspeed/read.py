@@ -51,7 +51,7 @@ from fsdpckpt.readers.deepspeed.step import (
     require_same,
     section_of,
 )
-from fsdpckpt.readers.protocol import FileTable, Tree, file_name
+from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text, plural, some_of, step_text
 
@@ -73,7 +73,7 @@ def read_zero(
     layers: Mapping[int, str],
     table: FileTable,
     sources: Sources,
-) -> Tree:
+) -> PartContents:
     """Read the model, the optimizer and the extras of one step. ``directory``: its name in messages.
 
     By model-parallel rank, ``optim_paths``: the states of every data-parallel rank; ``model_paths``: the module states
@@ -222,7 +222,7 @@ class _Step:
     module: ModuleStates
     sources: Sources
 
-    def tree(self) -> Tree:
+    def tree(self) -> PartContents:
         ranks = [self._rank_states(file) for file in self.optim]
         steps = {rank.file.path: self._steps(rank) for rank in ranks}
         require_same(self.directory, self.optim, lambda file: steps[file.path])
@@ -238,7 +238,7 @@ class _Step:
         rest = self.module.untrained(trained.keys() | self.module.aliases().keys())
         model = self.module.in_order({**section_of(rest, "model"), **section_of(merged, "model")})
         root: dict[Key, Value] = {"model": model, "optimizer": section_of(merged, "optimizer")}
-        tree = Tree(root, Layout.SHARDED, "deepspeed", len(self.optim))
+        tree = PartContents(root, Layout.SHARDED, "deepspeed", len(self.optim))
         add_extras(tree, [rest, merged])
         layers = [file for file, _ in self.module.layers]
         add_archives(tree, [file.archive for file in (*self.optim, *self.module.files, *layers)])
@@ -433,7 +433,7 @@ class _Step:
 
     # Reports
 
-    def _describe(self, tree: Tree, trained: Collection[str]) -> None:
+    def _describe(self, tree: PartContents, trained: Collection[str]) -> None:
         stage, grid = "3" if self.module.partitioned else "1 or 2", self.module.grid
         message = f"{self.directory} is a DeepSpeed ZeRO {stage} checkpoint of {plural(len(self.optim), 'rank')}"
         if grid.model > 1:

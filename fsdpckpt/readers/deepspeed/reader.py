@@ -27,7 +27,7 @@ from fsdpckpt.readers.deepspeed.required_files import (
     required_grid,
     unsupported,
 )
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, claim_latest
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
@@ -111,7 +111,7 @@ def _claim_universal(path: str, files: Mapping[str, Entry]) -> Claim:
     layers = _layers_in(files)
     names = {*matches, *filter(_LAYER.match, files), *(_SCRIPTS & files.keys())}
 
-    def read(table: FileTable, sources: Sources) -> Tree:
+    def read(table: FileTable, sources: Sources) -> PartContents:
         from fsdpckpt.readers.deepspeed.universal import read_universal
 
         return read_universal(path, model, layers, table, sources)
@@ -133,7 +133,7 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     optim_paths, model_paths = _by_ranks(_OPTIM, files), _by_ranks(_MODEL, files)
     layers = _layers_in(files)
 
-    def read(table: FileTable, sources: Sources) -> Tree:
+    def read(table: FileTable, sources: Sources) -> PartContents:
         from fsdpckpt.readers.deepspeed.read import read_zero
 
         return read_zero(path, optim_paths, model_paths, layers, table, sources)

@@ -22,10 +22,10 @@ from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Sli
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions, RankGrid, Shard, Shards, whole_shard
 from fsdpckpt.readers.deepspeed.required_files import require_one_save
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
-from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree, file_name
+from fsdpckpt.readers.protocol import FileTable, KeyPath, PartContents, file_name
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names
-from fsdpckpt.readers.torch_ranks.merge import Merge
-from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile, open_ranks
+from fsdpckpt.readers.torch_ranks.merge import RankMerge
+from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile, open_ranks
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text, plural, some_of
 
@@ -162,11 +162,11 @@ def open_grid(paths: Mapping[int, Mapping[int, str]], table: FileTable, sources:
     return files
 
 
-def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> Tree:
+def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> PartContents:
     """Merge ``roots``, the state dicts of the ranks' ``files``."""
     pairs = sorted(zip(files, roots, strict=True), key=lambda pair: pair[0].rank)
-    merge = Merge([Group(root, [file]) for file, root in pairs], sharded=True)
-    tree = Tree(merge.value([root for _, root in pairs]), Layout.SHARDED, "deepspeed", len(files))
+    merge = RankMerge([AlikeRanks(root, [file]) for file, root in pairs], sharded=True)
+    tree = PartContents(merge.value([root for _, root in pairs]), Layout.SHARDED, "deepspeed", len(files))
     tree.problems.extend(merge.problems)
     tree.missing.update(merge.missing)
     tree.rank_values.update(merge.rank_values)
@@ -190,13 +190,13 @@ def groups_by_name(groups: Sequence[StateDict], members: Sequence[Iterable[str]]
     ]
 
 
-def section_of(tree: Tree, section: str) -> dict[Key, Value]:
+def section_of(tree: PartContents, section: str) -> dict[Key, Value]:
     """One section of merged files, {} if no file has it."""
     root = cast("dict[Key, Value]", tree.root)
     return cast("dict[Key, Value]", root.get(section, {}))
 
 
-def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
+def add_extras(tree: PartContents, merged: Sequence[PartContents]) -> None:
     """Add the extras of ``merged`` files to ``tree``, beside the sections, and the problems found in them.
 
     If a key is taken, an underscore is appended, and a note says so.
@@ -222,7 +222,7 @@ def add_extras(tree: Tree, merged: Sequence[Tree]) -> None:
         tree.absences.update({place(path): ranks for path, ranks in more.absences.items()})
 
 
-def add_archives(tree: Tree, archives: Sequence[TorchArchive]) -> None:
+def add_archives(tree: PartContents, archives: Sequence[TorchArchive]) -> None:
     """Add the checksums and notes of the files of ``tree`` to it."""
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.notes.extend(notes_on_dropped(archives))
@@ -287,7 +287,7 @@ class ModuleStates:
         listed = [file.root.get("buffer_names") for file in self.of_model_ranks]
         return {str(name) for names in listed if isinstance(names, (list, tuple, set)) for name in names}
 
-    def untrained(self, exclude: Collection[str]) -> Tree:
+    def untrained(self, exclude: Collection[str]) -> PartContents:
         """Buffers and frozen parameters as ``model``, and extras. ``exclude``: the names of the trained
         parameters and of those that share their storage.
         """

@@ -43,7 +43,7 @@ from fsdpckpt.readers.deepspeed.step import (
     require_one_run,
     section_of,
 )
-from fsdpckpt.readers.protocol import FileTable, Tree, file_name
+from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
 from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -100,7 +100,7 @@ def read_universal(
     layers: Mapping[int, str],
     table: FileTable,
     sources: Sources,
-) -> Tree:
+) -> PartContents:
     """Read the model, the optimizer and the extras of the checkpoint in ``directory``.
 
     ``model``: the paths of the module states of each model-parallel rank, by data-parallel rank or of rank 0 alone;
@@ -145,7 +145,7 @@ class _Universal:
     archives: list[TorchArchive] = field(default_factory=list)
     cache: ArchiveCache = field(default_factory=ArchiveCache)
 
-    def tree(self) -> Tree:
+    def tree(self) -> PartContents:
         groups = self._groups()
         entries = {entry.name: entry for entry in self.sources.list_directory(self.zero)}
         shapes = {name: self._shape_of(name, shape) for group in groups for name, shape in group.items()}
@@ -180,7 +180,7 @@ class _Universal:
         dtypes = {leaf.dtype.name for leaf in weights.values() if isinstance(leaf, Tensor)}
         ranks = len(self.module.files)
         cut = any(isinstance(leaf, Tensor) and leaf.sharded for leaf in model.values())  # frozen parameters of ZeRO 3
-        tree = Tree(root, Layout.SHARDED if cut else Layout.FULL, "torch", ranks if cut else 1)
+        tree = PartContents(root, Layout.SHARDED if cut else Layout.FULL, "torch", ranks if cut else 1)
         add_extras(tree, merged)
         layers = [file for file, _ in self.module.layers]
         opened = [*self.module.files, *layers, *([optimizer] if optimizer is not None else [])]

@@ -23,7 +23,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes
-from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Tree, build_tensors
+from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, PartContents, build_tensors
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, shape_text, some_of
@@ -148,7 +148,7 @@ def read_nanotron(
     metadata: Entry,
     table: FileTable,
     sources: Sources,
-) -> Tree:
+) -> PartContents:
     """The model, the optimizer and the counters of the checkpoint in ``directory``.
 
     Raises SourceCorruptError for files that contradict each other, SourceUnsupportedError for states that are not cut
@@ -167,7 +167,9 @@ def read_nanotron(
     if states:
         root["optimizer"] = optimizer.state_dict()
     root["checkpoint_metadata"] = _counters(metadata, sources)
-    tree = Tree(root, Layout.SHARDED if ranks.count > 1 else Layout.FULL, "nanotron", ranks.count, flavor="nanotron")
+    tree = PartContents(
+        root, Layout.SHARDED if ranks.count > 1 else Layout.FULL, "nanotron", ranks.count, flavor="nanotron"
+    )
     tree.checksums = Checksums.joined([archive.checksums for archive in optimizer.archives])
     files = plural(len(weights), "file")
     message = f"{directory} has nanotron's {files} of {plural(len(parameters), 'parameter')}"

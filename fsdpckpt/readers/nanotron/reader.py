@@ -15,7 +15,7 @@ from itertools import product
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir import Section
 from fsdpckpt.readers.nanotron.read import Place, StateFile, WeightFile, read_nanotron
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
@@ -59,7 +59,7 @@ class NanotronReader:
 
 def _read(
     directory: str, weights: list[WeightFile], states: list[StateFile], metadata: Entry, table: FileTable, s: Sources
-) -> Tree:
+) -> PartContents:
     return read_nanotron(directory, weights, states, metadata, table, s)
 
 

@@ -15,11 +15,11 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Json, Key, Value
-from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.readers.protocol import PartContents
 from fsdpckpt.text import plural
 
 
-def restore(tensors: dict[str, Tensor], documents: Sequence[tuple[str, str]], tree: Tree) -> dict[Key, Value]:
+def restore(tensors: dict[str, Tensor], documents: Sequence[tuple[str, str]], tree: PartContents) -> dict[Key, Value]:
     """The state dict of ``tensors`` (by stored key); ``documents``: (file, text) of every fsdpckpt entry.
 
     Without documents it is the flat dict of tensors. Raises SourceCorruptError for a document that cannot be read,

@@ -22,8 +22,8 @@ from fsdpckpt.readers.protocol import (
     Claim,
     FileTable,
     Part,
+    PartContents,
     ReadOptions,
-    Tree,
     build_tensors,
     file_name,
     stem_of,
@@ -92,7 +92,7 @@ def _files_part(paths: list[str], label: str, glob: str = "") -> Part:
     return Part(label, stem, lambda files, sources: read_safetensors(paths, files, sources), glob)
 
 
-def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -> Tree:
+def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -> PartContents:
     """Read the tensors of all ``paths`` as one state dict.
 
     Raises SourceIncompleteError that lists missing files, if the numbers in the file names show that there are any;
@@ -104,7 +104,7 @@ def read_safetensors(paths: Sequence[str], files: FileTable, sources: Sources) -
     return _tree(headers, files)
 
 
-def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> Tree:
+def read_safetensors_index(path: str, files: FileTable, sources: Sources) -> PartContents:
     """Read the shards that the index at ``path`` (``*.safetensors.index.json``) lists, and compare them with it.
 
     Raises SourceIncompleteError that lists every missing shard or every missing tensor.
@@ -152,7 +152,7 @@ def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
     return offsets
 
 
-def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
+def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> PartContents:
     chunked: dict[str, list[_Chunk]] = {}
     documents: list[tuple[str, str]] = []
     ranks, placed = 1, False
@@ -172,7 +172,7 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> Tree:
                 _require_fitting(key, chunks[0], chunks[-1], sharded=offsets is not None)
     tensors = build_tensors([_with_global_shape(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
     sharded = ranks > 1 or any(len(tensor.chunks) > 1 for tensor in tensors.values())
-    tree = Tree({}, Layout.SHARDED if sharded else Layout.FULL, Container.SAFETENSORS, ranks)
+    tree = PartContents({}, Layout.SHARDED if sharded else Layout.FULL, Container.SAFETENSORS, ranks)
     tree.root = restore(tensors, documents, tree)
     reasons = [f"{plural(len(headers), 'safetensors file')} with {plural(len(tensors), 'tensor')}"]
     if ranks > 1:

@@ -24,7 +24,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind,
 from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharded, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal, find_value
 from fsdpckpt.producers.torch_checkpointing import METADATA
-from fsdpckpt.readers.protocol import FileTable, Tree, dotted
+from fsdpckpt.readers.protocol import FileTable, PartContents, dotted
 from fsdpckpt.readers.side_files import section_of_name
 from fsdpckpt.readers.torch_checkpointing.metadata import (
     JSON,
@@ -35,8 +35,8 @@ from fsdpckpt.readers.torch_checkpointing.metadata import (
     Metadata,
     OnMesh,
 )
-from fsdpckpt.readers.torch_ranks.merge import Merge
-from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
+from fsdpckpt.readers.torch_ranks.merge import RankMerge
+from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile
 from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, shape_text
@@ -45,13 +45,15 @@ from fsdpckpt.transform.meshes import with_fsdp_dimensions
 _SECTIONS = (Section.MODEL, Section.OPTIM)
 
 
-def read_items(directory: str, metadata: Metadata, items: Sequence[Item], files: FileTable, sources: Sources) -> Tree:
+def read_items(
+    directory: str, metadata: Metadata, items: Sequence[Item], files: FileTable, sources: Sources
+) -> PartContents:
     """The state dict that ``items`` in ``directory`` hold together.
 
     Raises SourceCorruptError for files that contradict ``metadata.pkl``, and what the readers of their formats raise.
     """
     root: dict[Key, Value] = {}
-    whole = Tree(root, Layout.FULL, Container.TORCH, metadata.world_size, flavor="torch_checkpointing")
+    whole = PartContents(root, Layout.FULL, Container.TORCH, metadata.world_size, flavor="torch_checkpointing")
     count = plural(len(items), "item")
     message = f"{METADATA} of torch_checkpointing describes {count} of {plural(metadata.world_size, 'rank')}"
     whole.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
@@ -65,7 +67,7 @@ def read_items(directory: str, metadata: Metadata, items: Sequence[Item], files:
     return whole
 
 
-def _add(whole: Tree, name: str, tree: Tree) -> None:
+def _add(whole: PartContents, name: str, tree: PartContents) -> None:
     """Put the item ``tree`` into ``whole`` under its name."""
     cast("dict[Key, Value]", whole.root)[name] = tree.root
     if tree.layout is not Layout.FULL:
@@ -81,7 +83,7 @@ def _add(whole: Tree, name: str, tree: Tree) -> None:
     whole.evidence += tree.evidence
 
 
-def _read_item(directory: str, item: Item, files: FileTable, sources: Sources) -> Tree:
+def _read_item(directory: str, item: Item, files: FileTable, sources: Sources) -> PartContents:
     paths = {rank: f"{directory}/{file.path}" for rank, file in item.files.items()}
     forms = {file.form for file in item.files.values()}
     if len(forms) > 1:
@@ -101,9 +103,9 @@ def _read_item(directory: str, item: Item, files: FileTable, sources: Sources) -
     return _read_values(form, paths, files, sources)
 
 
-def _read_safetensors(item: Item, paths: Mapping[int, str], files: FileTable, sources: Sources) -> Tree:
+def _read_safetensors(item: Item, paths: Mapping[int, str], files: FileTable, sources: Sources) -> PartContents:
     """The tensors of an item, joined from the files of all ranks."""
-    groups: list[Group] = []
+    groups: list[AlikeRanks] = []
     for rank, path in sorted(paths.items()):
         source = sources.open(path)
         number = files.add(path, source.nbytes)
@@ -130,11 +132,11 @@ def _read_safetensors(item: Item, paths: Mapping[int, str], files: FileTable, so
             forms=frozenset(forms),
             devices=frozenset(devices),
         )
-        groups.append(Group(root, [RankFile(rank, number, archive)]))
+        groups.append(AlikeRanks(root, [RankFile(rank, number, archive)]))
     sharded = any(group.files[0].archive.forms for group in groups)
-    merge = Merge(groups, sharded=sharded)
+    merge = RankMerge(groups, sharded=sharded)
     merged = merge.value([group.root for group in groups])
-    tree = Tree(
+    tree = PartContents(
         with_fsdp_dimensions(merged, by_fsdp=merge.last_cut_by_fsdp != {False}),
         Layout.SHARDED if sharded else Layout.FULL,
         Container.TORCH,
@@ -254,7 +256,7 @@ def _put(root: dict[Key, Value], path: tuple[Key, ...], leaf: Value) -> None:
     inner[path[-1]] = leaf
 
 
-def _read_values(form: str, paths: Mapping[int, str], files: FileTable, sources: Sources) -> Tree:
+def _read_values(form: str, paths: Mapping[int, str], files: FileTable, sources: Sources) -> PartContents:
     """An item of JSON documents or of raw bytes, one for each rank."""
     values: list[Value] = []
     for _, path in sorted(paths.items()):  # the metadata names a file of every rank
@@ -263,7 +265,7 @@ def _read_values(form: str, paths: Mapping[int, str], files: FileTable, sources:
         files.add(path, source.nbytes)
         data = source.read(0, source.nbytes)
         values.append(_json(data, path) if form == JSON else data)
-    tree = Tree(values[0], Layout.FULL, Container.TORCH, len(paths))
+    tree = PartContents(values[0], Layout.FULL, Container.TORCH, len(paths))
     if not all(equal(value, values[0]) for value in values[1:]):
         tree.rank_values[()] = tuple(values)
     return tree

@@ -13,7 +13,7 @@ from dataclasses import replace
 from fsdpckpt.errors import SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir import Section
 from fsdpckpt.producers.torch_checkpointing import METADATA, default_file
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.readers.side_files import section_of_name
 from fsdpckpt.readers.torch_checkpointing.metadata import (
     TORCH,
@@ -79,7 +79,7 @@ class TorchCheckpointingReader:
         taken = [item for item in items if item.name not in unwanted]
         left_out = [file.path for item in items if item.name in unwanted for file in item.files.values()]
 
-        def read(table: FileTable, sources: Sources) -> Tree:
+        def read(table: FileTable, sources: Sources) -> PartContents:
             from fsdpckpt.readers.torch_checkpointing.read import read_items
 
             return read_items(directory, metadata, taken, table, sources)

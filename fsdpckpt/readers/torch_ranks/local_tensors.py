@@ -26,7 +26,7 @@ from fsdpckpt.ir.quantized import shown_shapes
 from fsdpckpt.ir.state_shapes import mirrors
 from fsdpckpt.ir.tensors import Chunks, PerRank, Sharded, Tensor, Whole
 from fsdpckpt.ir.values import Value
-from fsdpckpt.readers.protocol import Tree
+from fsdpckpt.readers.protocol import PartContents
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.text import plural, some_of
 
@@ -59,7 +59,7 @@ class _RankTensors:
     names: list[str]
 
 
-def join_local_tensors(tree: Tree, sections: Sections, optim: Optimizer | None) -> None:
+def join_local_tensors(tree: PartContents, sections: Sections, optim: Optimizer | None) -> None:
     """Put together the tensors of the model in ``sections``, of the rank files ``tree``, that ``optim`` proves to be
     local tensors. A note names them, and how they are cut. Changes ``tree`` and ``sections``.
     """
@@ -117,9 +117,9 @@ def _filled(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return None if shape is None or 0 in shape else shape
 
 
-def _held_by_ranks(tree: Tree, sections: Sections, model: ModelState) -> dict[str, _RankTensors]:
-    """What each rank has of the model's tensors, by their first names, also where shapes differ (``Tree.rank_values``).
-    Integers are left out.
+def _held_by_ranks(tree: PartContents, sections: Sections, model: ModelState) -> dict[str, _RankTensors]:
+    """What each rank has of the model's tensors, by their first names, also where shapes differ
+    (``PartContents.rank_values``). Integers are left out.
     """
     held: dict[str, _RankTensors] = {}
     first_at: dict[object, _RankTensors] = {}

@@ -31,7 +31,7 @@ from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, dotted
-from fsdpckpt.readers.torch_ranks.rank_files import Group, RankFile
+from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile
 
 
 class _Absent:
@@ -52,14 +52,14 @@ class _Place(Enum):
     INSIDE = auto()  # inside a state that is a container itself
 
 
-class Merge:
+class RankMerge:
     """One merge of the state dicts of ``groups`` of ranks.
 
     ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
     ``missing``, ``rank_values`` and ``absences``, as in ``Tree``; ``last_cut_by_fsdp``: what empty shards show of it.
     """
 
-    def __init__(self, groups: Sequence[Group], *, sharded: bool) -> None:
+    def __init__(self, groups: Sequence[AlikeRanks], *, sharded: bool) -> None:
         self._groups = groups
         self._sharded = False if sharded else None
         self._on_one_rank = False  # whether the optimizer at hand was gathered there (rank0_only=True)
@@ -364,7 +364,7 @@ def _contains_distributed(value: object) -> bool:
     return isinstance(value, Distributed) or any(_contains_distributed(child) for child in _children(value))
 
 
-def _collect_holders(value: object, group: Group, holders: set[int]) -> None:
+def _collect_holders(value: object, group: AlikeRanks, holders: set[int]) -> None:
     if isinstance(value, Distributed):
         for file in group.files:
             holders.update(file.holders(value))

@@ -83,7 +83,7 @@ def open_ranks(paths: Mapping[int, str], files: FileTable, sources: Sources, *, 
     return [file for file in opened if file is not None]
 
 
-class Group:
+class AlikeRanks:
     """The ranks whose files hold ``root``, in ascending order: one, or several that are alike."""
 
     def __init__(self, root: object, files: list[RankFile]) -> None:
@@ -149,9 +149,9 @@ class Group:
         return moved
 
 
-def grouped(files: Sequence[RankFile], roots: Sequence[object]) -> list[Group]:
+def grouped(files: Sequence[RankFile], roots: Sequence[object]) -> list[AlikeRanks]:
     """``files`` by their roots, one object for ranks that are alike; in the order of the first rank of each."""
-    groups: dict[int, Group] = {}
+    groups: dict[int, AlikeRanks] = {}
     for file, root in zip(files, roots, strict=True):
-        groups.setdefault(id(root), Group(root, [])).files.append(file)
+        groups.setdefault(id(root), AlikeRanks(root, [])).files.append(file)
     return list(groups.values())

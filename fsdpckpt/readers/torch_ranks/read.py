@@ -25,10 +25,10 @@ from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.ir.values import Key, Value, find_value, replaced, walk
 from fsdpckpt.readers.flat_slices import crcs_of_chunks, flat_parameter_keys
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
-from fsdpckpt.readers.protocol import FileTable, KeyPath, Tree
+from fsdpckpt.readers.protocol import FileTable, KeyPath, PartContents
 from fsdpckpt.readers.sections import regroup, regrouped, split
 from fsdpckpt.readers.torch_ranks.discontinued import refuse_discontinued
-from fsdpckpt.readers.torch_ranks.merge import Merge
+from fsdpckpt.readers.torch_ranks.merge import RankMerge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.readers.torch_ranks.rank_names import check_names
 from fsdpckpt.storage.sources import Sources
@@ -42,7 +42,7 @@ _COMPARED = 1 << 20  # bytes: extras up to here are read and compared (random st
 
 def read_torch_ranks(
     paths: Mapping[int, str], files: FileTable, sources: Sources, *, only_extras: bool = False
-) -> Tree:
+) -> PartContents:
     """Read the state dict that the files ``paths`` (rank to path) hold together.
 
     ``only_extras``: the files' name shows that they hold extras and named sections, and no main ones. Raises
@@ -61,9 +61,9 @@ def read_torch_ranks(
     without_rank = [rank for rank, archive in zip(ranks, archives, strict=True) if not archive.ranks]
     check_names({rank: paths[rank] for rank in without_rank}, sources)
     forms = sorted({form for archive in archives for form in archive.forms})
-    tree = Tree(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks))
+    tree = PartContents(None, Layout.SHARDED if forms else Layout.FULL, Container.TORCH, len(ranks))
     groups = grouped(opened, _one_order([archive.root for archive in archives], ranks, files.units, tree))
-    merge = Merge(groups, sharded=bool(forms))
+    merge = RankMerge(groups, sharded=bool(forms))
     merged = merge.value([group.root for group in groups])
     merged = with_fsdp_dimensions(merged, by_fsdp=merge.last_cut_by_fsdp != {False})
     tree.root = root = regroup(merged) if isinstance(merged, dict) else merged
@@ -137,7 +137,7 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
         )
 
 
-def _separate_extras(tree: Tree, files: FileTable, sources: Sources, *, only_extras: bool) -> None:
+def _separate_extras(tree: PartContents, files: FileTable, sources: Sources, *, only_extras: bool) -> None:
     """Keep the plain tensors of the extras, such as random states, of each rank, unless their bytes are equal.
 
     Skips tensors of models and optimizers: there, a plain tensor is a replica, or a slice. ``only_extras``: as for
@@ -212,7 +212,7 @@ def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
     )
 
 
-def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
+def read_torch_file(path: str, files: FileTable, sources: Sources) -> PartContents:
     """Read the state dict in the torch file at ``path``.
 
     A file of DTensor or ShardedTensor values is one rank of several: it is read as such, and refused with
@@ -225,7 +225,7 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     refuse_discontinued(archive.root, path)
     if archive.forms:
         return read_torch_ranks({min(archive.ranks, default=0): path}, files, sources)
-    tree = Tree(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums)
+    tree = PartContents(archive.root, Layout.FULL, Container.TORCH, 1, checksums=archive.checksums)
     tree.notes.extend(notes_on_dropped([archive]))
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is one torch.save file of plain tensors"))
     keys = flat_parameter_keys(archive.root)
@@ -235,7 +235,7 @@ def read_torch_file(path: str, files: FileTable, sources: Sources) -> Tree:
     return tree
 
 
-def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | None, tree: Tree) -> list[object]:
+def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | None, tree: PartContents) -> list[object]:
     """Give ``roots``, the state dicts of ``ranks``, the same optimizer keys if the ranks list different parameters or a
     different order. If nothing explains the difference they stay unchanged, and it is reported later.
 

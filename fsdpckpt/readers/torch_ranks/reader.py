@@ -13,7 +13,7 @@ from itertools import islice
 
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError
 from fsdpckpt.producers import EXTRA_STEM
-from fsdpckpt.readers.protocol import Claim, FileTable, Part, ReadOptions, Tree, file_name, stem_of
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions, file_name, stem_of
 from fsdpckpt.readers.side_files import auxiliary, section_of_name
 from fsdpckpt.readers.torch_ranks.rank_names import (
     LAST_NUMBER,
@@ -78,7 +78,7 @@ def looks_like_torch(file: Entry, sources: Sources) -> bool:
 
 
 def _file_part(path: str, stem: str, *, optional: bool) -> Part:
-    def read(files: FileTable, sources: Sources) -> Tree:
+    def read(files: FileTable, sources: Sources) -> PartContents:
         from fsdpckpt.readers.torch_ranks.read import read_torch_file
 
         return read_torch_file(path, files, sources)
@@ -92,7 +92,7 @@ def _ranks_part(rank_set: RankSet, files: Mapping[str, Entry], directory: str) -
     # ``extra_state/rank_0.pt``: what the files are is in the name of their directory.
     stem = folder if rank_set.stem == NO_STEM and _FOLDER.search(folder) else rank_set.stem
 
-    def read(table: FileTable, sources: Sources) -> Tree:
+    def read(table: FileTable, sources: Sources) -> PartContents:
         from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 
         return read_torch_ranks(paths, table, sources, only_extras=stem == EXTRA_STEM)

@@ -217,7 +217,8 @@ def test_a_parameter_that_no_group_lists_is_named_unless_fsdp_does_not_manage_it
     assert said(fewer, units) == ["no param group lists a.weight, which is in group 0 of the units"]
     assert said(fewer, build_units(PARAMS, ("a", "b"), Settings(use_orig_params=True), unmanaged=["a.weight"])) == []
     whole_units = replace(
-        build_units(PARAMS, ("a", "b"), Settings(use_orig_params=False)), groups=(("a._flat_param", "b._flat_param"),)
+        build_units(PARAMS, ("a", "b"), Settings(use_orig_params=False)),
+        groups=(("a._flat_param", "b._flat_param"),),
     )
     assert said(full(optim=by_name(None, NAMES[2:])), whole_units) == [
         "no param group lists a._flat_param, which is in group 0 of the units"
