@@ -6,6 +6,7 @@ it among the extras (``in_extras``), under the keys that it had in the source.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -80,7 +81,7 @@ def _beside(checkpoint: Checkpoint, model: ModelState | None, optim: Optimizer |
 
 def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | None:
     """The model that ``optimizer`` updates: the only one, else the one that has all of its names, or a key in common
-    with its path (``critic`` and ``critic_optimizer``); else the main one, None without any.
+    with its path (``critic`` and ``critic_optimizer``), or its number; else the main one, None without any.
     """
     others = [named for named in checkpoint.named if isinstance(named.content, ModelState)]
     models = [(), *(named.path for named in others)]
@@ -94,13 +95,22 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
         candidates = with_names or candidates
     if len(candidates) > 1:
         near = [each for each in candidates if _alike(each[0], optimizer.path)]
-        candidates = near if len(near) == 1 else [each for each in candidates if not each[0]]
+        numbered = [each for each in candidates if _number(each[0]) == _number(optimizer.path) is not None]
+        candidates = next(
+            (found for found in (near, numbered) if len(found) == 1), [each for each in candidates if not each[0]]
+        )
     return candidates[0][1] if candidates else None
 
 
 def _are_names_of(keys: Sequence[str], names: Sequence[str]) -> bool:
     """Whether ``keys`` are among ``names``. One of both may be from before DistributedDataParallel."""
     return set(without_module(keys, names)) <= set(without_module(names, keys))
+
+
+def _number(path: Sequence[Key]) -> int | None:
+    """The number that the last of the keys ends with: accelerate numbers models and their optimizers alike."""
+    match = re.search(r"\d+$", str(path[-1])) if path else None
+    return None if match is None else int(match[0])
 
 
 def _alike(model: Iterable[Key], optimizer: Iterable[Key]) -> bool:

@@ -147,10 +147,12 @@ def require_one_each(source: str, parts: Sequence[ReadPart], sources: Sources) -
         _refuse_named_parts(source, [_place(part.origin) for part in candidates])
         for candidate in candidates:
             _refuse_recorded_part(candidate)
+        if len(candidates) == 1 and candidates[0].label == source:
+            continue  # all that was asked for
+        _refuse_slices_without_rank_0(source, candidates)
         if len(candidates) < 2:
             continue
         refuse_counted_parts(source, [_place(part.origin) for part in candidates])
-        _refuse_slices_without_rank_0(source, candidates)
         labels = sorted((part.label for part in candidates), key=natural)
         what_is_wrong = f"{source} holds {len(labels)} candidates for the {what}"
         why = (

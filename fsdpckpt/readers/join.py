@@ -62,7 +62,7 @@ def join(
             else part
             for part in parts
         ]
-    parts = with_names(parts)
+    parts = with_names(parts, source)
     require_one_each(source, parts, sources)
     with_model = next((part for part in parts if part.sections.model is not None), None)
     with_optim = next((part for part in parts if part.sections.optim is not None), None)

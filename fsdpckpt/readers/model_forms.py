@@ -33,7 +33,15 @@ def is_model(value: Mapping[Key, Value], *, named: bool) -> bool:
         return False
     if named:
         return not any(isinstance(entry, dict) and not is_model_entry(key, entry) for key, entry in value.items())
-    return entries == len(value) and any("." in str(key) or is_flat_key(str(key)) for key in value)
+    return entries == len(value) and any(_shows_a_module(str(key), entry) for key, entry in value.items())
+
+
+def _shows_a_module(name: str, entry: Value) -> bool:
+    """Whether ``name`` is that of a parameter in a module, or of the only layer that a model consists of. Weights of
+    classes are called so too, and have one dimension.
+    """
+    of_a_layer = name == "weight" and isinstance(entry, Tensor) and entry.ndim > 1
+    return "." in name or is_flat_key(name) or of_a_layer
 
 
 def without_empty(value: Mapping[Key, Value]) -> Mapping[Key, Value]:

@@ -1,7 +1,8 @@
 """Gives names to the models and optimizers of a checkpoint that has several, each in a part of its own.
 
-accelerate numbers them (``pytorch_model_fsdp_0``, ``pytorch_model_fsdp_1``); trainers of models that consist of several
-modules have a directory for each (``model/vit``, ``model/llm``).
+accelerate numbers them (``pytorch_model_fsdp_0``, ``pytorch_model_fsdp_1``; without FSDP ``model.safetensors``,
+``model_1.safetensors``); trainers of models that consist of several modules have a directory for each (``model/vit``,
+``model/llm``). A number says that there are others: one that is not there is a part that is missing.
 """
 
 from __future__ import annotations
@@ -11,23 +12,34 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.checkpoint import NamedSection, Note, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.readers.counters import counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.text import plural
 
-_NUMBERED = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_(\d+))?")  # accelerate's; of the first without its number
+# accelerate's names of parts; the first may have no number.
+_NUMBERED = re.compile(r"(?P<stem>pytorch_model_fsdp|optimizer)(?:_(?P<number>\d+))?(?:\.bin)?")
+_WITHOUT_FSDP = (  # of other programs, too: only beside what accelerate alone writes
+    re.compile(r"(?P<stem>model)(?:_(?P<number>\d+))?\.safetensors"),
+    re.compile(r"(?P<stem>pytorch_model)(?:_(?P<number>\d+))?\.bin"),
+)
+_BY_ACCELERATE = re.compile(r"random_states_\d+\.pkl|optimizer_\d+\.bin")
+_COUNTED = re.compile(r"(?P<stem>model|optim|optimizer)_(?P<number>\d+)")  # anything: a step, a rank, one of several
 _DIRECTORIES = frozenset({"model", "models", "model_state", "optim", "optimizer", "optimizers", "optim_state"})
 """What trainers call a directory that has one for each module of the model."""
 
 
-def with_names(parts: Sequence[ReadPart]) -> list[ReadPart]:
+def with_names(parts: Sequence[ReadPart], source: str) -> list[ReadPart]:
     """``parts``, with each of several models, and of several optimizers, as a named section of its part.
 
-    Parts that are not certainly several, but perhaps one in several forms or pieces, are unchanged.
+    Parts that are not certainly several, but perhaps one in several forms or pieces, are unchanged. Raises
+    SourceIncompleteError if the number of one says that others are missing. A part that is ``source`` is all that was
+    asked for.
     """
     named = list(parts)
+    _require_all_numbers([part for part in parts if part.label != source], source)
     taken: set[str] = set()
     for section in (Section.MODEL, Section.OPTIM):
         candidates = [part for part in named if _content(part, section) is not None]
@@ -55,8 +67,8 @@ def _content(part: ReadPart, section: Section) -> object:
 
 def _keys(candidates: Sequence[ReadPart], parts: Sequence[ReadPart], section: Section) -> list[str] | None:
     """The key of each; None if they are not certainly several sections."""
-    numbered = [_NUMBERED.fullmatch(part.stem) for part in candidates]
-    found = [f"{match[1]}_{match[2] or 0}" for match in numbered if match is not None]
+    numbered = [_numbered(part, parts) for part in candidates]
+    found = [f"{match['stem']}_{match['number'] or 0}" for match in numbered if match is not None]
     if len(set(found)) == len(candidates):
         return found
     modules = list(map(_module, candidates))
@@ -70,6 +82,54 @@ def _keys(candidates: Sequence[ReadPart], parts: Sequence[ReadPart], section: Se
     other = Section.OPTIM if section is Section.MODEL else Section.MODEL
     with_other = {_module(part) for part in parts if section_of_part(part, other)}
     return names if not _share_names(candidates, section) or with_other >= set(modules) else None
+
+
+def _numbered(part: ReadPart, parts: Sequence[ReadPart]) -> re.Match[str] | None:
+    """The name of ``part`` as accelerate numbers parts; None if it is no such name."""
+    name, directory = part.origin.name, part.origin.directory
+    match = _NUMBERED.fullmatch(part.stem) or _NUMBERED.fullmatch(name)
+    if match is not None:
+        return match
+    by_accelerate = any(
+        other.origin.directory == directory and _BY_ACCELERATE.fullmatch(other.origin.name) for other in parts
+    )
+    matches = (pattern.fullmatch(name) for pattern in _WITHOUT_FSDP)
+    return next((match for match in matches if match is not None), None) if by_accelerate else None
+
+
+def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
+    """Raises SourceIncompleteError if ``parts`` that accelerate numbers are not all there. If the numbers of models and
+    of optimizers are the same ones, they are those of something else. What other programs number is only noted.
+    """
+    numbers: dict[Section, dict[int, ReadPart]] = {Section.MODEL: {}, Section.OPTIM: {}}
+    for section, of_section in numbers.items():
+        for part in parts:
+            match = _numbered(part, parts) or _COUNTED.fullmatch(part.stem)
+            if _content(part, section) is not None and match is not None:
+                of_section[int(match["number"] or 0)] = part
+    if numbers[Section.MODEL].keys() == numbers[Section.OPTIM].keys():
+        return
+    for section, of_section in numbers.items():
+        absent = [number for number in range(max(of_section, default=0)) if number not in of_section]
+        if not absent:
+            continue
+        last = of_section[max(of_section)]
+        if _numbered(last, parts) is None or last.origin.name.endswith((".pt", ".pth")):
+            message = (
+                f"{last.label} has a number, and no other {_WORDS[section]} is here: if it is one of several, the "
+                "others are missing"
+            )
+            last.sections.notes.append(Note("part-of", message, warning=True, for_verify=True))
+            continue
+        names = [re.sub(r"_\d+", f"_{number}", last.origin.name, count=1) for number in absent]
+        raise SourceIncompleteError(
+            f"{source} has {_WORDS[section]} number {max(of_section)}, and not those before it",
+            details=[f"{name} is missing" for name in names],
+            most_shown=8,
+            file=last.label,
+            why="accelerate numbers the models and the optimizers of a job from 0; the copy or the save did not finish",
+            next_step=f"copy all of them; or give {last.label} as SRC, if that is all you need",
+        )
 
 
 def section_of_part(part: ReadPart, section: Section) -> bool:

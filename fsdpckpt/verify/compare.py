@@ -60,7 +60,9 @@ def compare(
     matched = match_optimizers(a, b)
     notes = [UNWRAPPED] if a is not saved[0] or b is not saved[1] else []
     notes += _one_of_several_copies(saved)
-    leaves_a, leaves_b = leaves_of(a, {}, matched.positions), leaves_of(b, matched.keys, matched.positions)
+    flavors = (a.flavor, b.flavor)
+    leaves_a = leaves_of(a, {}, matched.positions, flavors)
+    leaves_b = leaves_of(b, matched.keys, matched.positions, flavors)
     for named_a, named_b in _pair_sections(saved[0], saved[1]):
         more_a, more_b, more_notes = _named_leaves(saved, named_a, named_b, bare=bare)
         leaves_a.update(more_a)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
@@ -17,11 +17,15 @@ Leaves: TypeAlias = dict[Address, Value]
 
 
 def leaves_of(
-    checkpoint: Checkpoint, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]
+    checkpoint: Checkpoint,
+    renamed: Mapping[ParamKey, ParamKey],
+    positions: Mapping[ParamKey, int],
+    flavors: Iterable[str] = (),
 ) -> Leaves:
     """Every leaf by its address.
 
-    ``renamed``: optimizer keys to replace. ``positions``: how to sort the keys that a param group lists.
+    ``renamed``: optimizer keys to replace. ``positions``: how to sort the keys that a param group lists. ``flavors``:
+    those of both sides, which say what the files of ranks are called.
     """
     leaves: Leaves = {}
     if checkpoint.model is not None:
@@ -33,7 +37,7 @@ def leaves_of(
     if checkpoint.optim is not None:
         for path, value in _optimizer_leaves(checkpoint.optim, renamed, positions):
             leaves[Section.OPTIM, path, None] = value
-    common = _names_of_rank_files(checkpoint)
+    common = _names_of_rank_files(checkpoint, flavors)
     for path, value in _walk(checkpoint.extra):
         leaves[Section.EXTRA, (common.get(path[0], path[0]), *path[1:]), None] = value
     for rank, extra in enumerate(checkpoint.rank_extra):
@@ -42,13 +46,13 @@ def leaves_of(
     return leaves
 
 
-def _names_of_rank_files(checkpoint: Checkpoint) -> dict[Key, Key]:
+def _names_of_rank_files(checkpoint: Checkpoint, flavors: Iterable[str]) -> dict[Key, Key]:
     """The name that the files of all ranks have in common, by that of the only one in a run of one rank: this is
     ``random_states`` for ``random_states_0``.
     """
-    flavor = flavor_named(checkpoint.flavor)
     names: dict[Key, Key] = {}
-    for kind in flavor.rank_files if flavor is not None else ():
+    known = [flavor for name in flavors if (flavor := flavor_named(name)) is not None]
+    for kind in (kind for flavor in known for kind in flavor.rank_files):
         only = kind.name.format(rank=0).rpartition(".")[0]
         name = kind.name.partition("{rank}")[0].rstrip("_-")
         if only in checkpoint.extra and name not in checkpoint.extra:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 
 State = dict[str, Any]
 
@@ -199,3 +200,93 @@ def test_modules_with_a_directory_for_each_section_may_be_of_one_class(tmp_path:
     assert fsdpckpt.verify(source).whole
     fsdpckpt.convert(source, tmp_path / "vit.pt", only="model:vit")
     assert same(torch.load(tmp_path / "vit.pt"), pairs["vit"][0])
+
+
+def saved_without_fsdp(path: Path, *, safe: bool, one_layer: bool) -> dict[str, State]:
+    """The files of ``save_state`` for two models, of DistributedDataParallel or one process (``checkpointing.py``)."""
+    path.mkdir()
+    saved: dict[str, State] = {}
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(5, 7)
+    models = [torch.nn.Sequential(layer, torch.nn.Linear(7, 3)), layer if one_layer else torch.nn.Sequential(layer)]
+    for number, model in enumerate(models):
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape)
+        optimizer.step()
+        name, suffix = ("model" if safe else "pytorch_model"), f"_{number}" if number else ""
+        weights = {key: leaf.clone() for key, leaf in model.state_dict().items()}
+        if safe:
+            save_file(weights, path / f"{name}{suffix}.safetensors")
+        else:
+            torch.save(weights, path / f"{name}{suffix}.bin")
+        torch.save(optimizer.state_dict(), path / f"optimizer{suffix}.bin")
+        torch.save({"last_epoch": number}, path / f"scheduler{suffix}.bin")
+        saved[f"{name}_{number}"] = weights
+        saved[f"optimizer_{number}"] = torch.load(path / f"optimizer{suffix}.bin")
+    torch.save({"step": 1, "torch_manual_seed": torch.get_rng_state()}, path / "random_states_0.pkl")
+    return saved
+
+
+@pytest.mark.parametrize("one_layer", [True, False])
+@pytest.mark.parametrize("safe", [True, False])
+def test_models_that_accelerate_saves_without_fsdp_are_sections_too(
+    tmp_path: Path, safe: bool, one_layer: bool
+) -> None:
+    source = tmp_path / "source"
+    saved = saved_without_fsdp(source, safe=safe, one_layer=one_layer)
+    labels = {named.label.partition(":")[2] for named in fsdpckpt.inspect(source).checkpoint.named}
+    assert labels == saved.keys() and fsdpckpt.verify(source).whole
+    fsdpckpt.convert(source, tmp_path / "all.pt", flavor="plain")
+    found = torch.load(tmp_path / "all.pt")
+    assert all(same(found[name], content) for name, content in saved.items())
+    assert fsdpckpt.diff(source, tmp_path / "all.pt").same
+    if safe:  # safetensors has no order, and ids need one
+        return
+    fsdpckpt.convert(source, tmp_path / "out", to="sharded", world_size=2, flavor="accelerate")
+    for number in range(2):
+        weights = saved[f"pytorch_model_{number}"]
+        states = saved[f"optimizer_{number}"]["state"]
+        by_name = {name: states[place] for place, name in enumerate(weights)}
+        like = {"state": by_name, "param_groups": [{"params": list(weights)}]}
+        loaded = loaded_by_accelerate(tmp_path / "out", number, (zeros(weights), zeros(like)))
+        assert same(loaded[0], weights) and same(loaded[1]["state"], by_name)
+
+
+def zeros(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: zeros(entry) for key, entry in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+@pytest.mark.parametrize("lost", ["model", "optimizer"])
+def test_a_number_says_which_of_several_are_missing(tmp_path: Path, lost: str, fsdp: bool) -> None:
+    source = tmp_path / "source"
+    if fsdp:
+        saved_by_accelerate(source, full=True)
+    else:
+        saved_without_fsdp(source, safe=False, one_layer=False)
+    first = "optimizer.bin" if lost == "optimizer" else "pytorch_model_fsdp.bin" if fsdp else "pytorch_model.bin"
+    (source / first).unlink()
+    with pytest.raises(SourceIncompleteError, match=f"has {lost} number 1, and not those before it"):
+        fsdpckpt.inspect(source)
+    assert fsdpckpt.verify(source / first.replace(".", "_1.")).whole  # given by its path it is all that is wanted
+
+
+def test_one_numbered_optimizer_is_perhaps_one_of_several(tmp_path: Path) -> None:
+    """Named by the user: a step, a rank or one of several. Beside a model of the same number it is a step."""
+    weights, states = trained(0)
+    torch.save(weights, tmp_path / "model.pt")
+    torch.save(states, tmp_path / "optim_1.pt")
+    (note,) = fsdpckpt.verify(tmp_path).notes
+    assert "if it is one of several, the others are missing" in note
+    (tmp_path / "model.pt").rename(tmp_path / "model_1.pt")
+    assert fsdpckpt.verify(tmp_path).notes == ()
+
+
+def test_the_slices_of_one_rank_are_no_whole_optimizer(tmp_path: Path) -> None:
+    sliced = {"state": {0: {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save(sliced, tmp_path / "optim_1.pt")
+    with pytest.raises(SourceIncompleteError, match="without those of rank 0"):
+        fsdpckpt.verify(tmp_path)
