@@ -31,6 +31,7 @@ KINDS = {
     "universal": "deepspeed/zero1-bf16-universal.tar.xz",
     "pipeline": "deepspeed/pipeline.tar.xz",
     "autotp": "deepspeed/autotp-zero3.tar.xz",
+    "experts": "deepspeed/experts.tar.xz",
     "torch_dist": "megatron/uneven.tar.xz",
     "fsdp_dtensor": "megatron/fsdp-dtensor.tar.xz",
 }

@@ -22,6 +22,7 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
+from fsdpckpt.readers.deepspeed.experts import Experts, data_first, experts_of, is_of_experts, open_experts, placed
 from fsdpckpt.readers.deepspeed.layers import module_of, open_layers
 from fsdpckpt.readers.deepspeed.partitions import (
     FlatGroup,
@@ -34,7 +35,7 @@ from fsdpckpt.readers.deepspeed.partitions import (
     partitions_of_params,
 )
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions, RankGrid, Shard, Shards
-from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, required_grid, unsupported
+from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, ExpertFile, required_grid, unsupported
 from fsdpckpt.readers.deepspeed.step import (
     ModuleStates,
     StateDict,
@@ -71,6 +72,7 @@ def read_zero(
     optim_paths: Mapping[int, Mapping[int, str]],
     model_paths: Mapping[int, Mapping[int, str]],
     layers: Mapping[int, str],
+    expert_files: Sequence[ExpertFile],
     table: FileTable,
     sources: Sources,
 ) -> PartContents:
@@ -78,7 +80,7 @@ def read_zero(
 
     By model-parallel rank, ``optim_paths``: the states of every data-parallel rank; ``model_paths``: the module states
     by rank, or of rank 0 alone (ZeRO 1 and 2). ``layers``: by number, the files of the layers of a pipeline, whose
-    stages are then the model-parallel ranks.
+    stages are then the model-parallel ranks. ``expert_files``: those of MoE layers.
 
     Raises SourceCorruptError if the files contradict themselves or each other, SourceUnsupportedError for states that
     are cut in an unknown way, and what ``read_archive`` raises.
@@ -112,7 +114,8 @@ def read_zero(
         states = with_layers(states, directory, layers, table, sources)
     elif states.grid.model > 1:
         states = replace(states, shards=shards_of_autotp(directory, states))
-    return _Step(directory, optim, states, sources).tree()
+    step = _Step(directory, optim, states, sources)
+    return step.tree() if not expert_files else step.with_experts(expert_files, table).tree()
 
 
 def model_ranks_of(module: Sequence[StepFile]) -> int:
@@ -189,13 +192,16 @@ class _Column:
     """
 
     module: StepFile
+    model_rank: int
     flat: FlatGroups
     shapes: FlatGroup
     members: list[list[str]]
 
-    @property
-    def model_rank(self) -> int:
-        return self.module.model_rank
+
+def _members_of(rank: _RankStates, flat: FlatGroups) -> list[list[str]]:
+    """The parameters of each param group of ``rank``."""
+    groups = groups_by_name(rank.groups, flat.params, rank.file.path)
+    return [cast("list[str]", group["params"]) for group in groups]
 
 
 def _members(columns: Sequence[_Column]) -> list[list[str]]:
@@ -221,12 +227,42 @@ class _Step:
     optim: list[StepFile]
     module: ModuleStates
     sources: Sources
+    experts: Experts | None = None
+
+    def with_experts(self, files: Sequence[ExpertFile], table: FileTable) -> _Step:
+        """The same step, of a model whose experts are in ``files``: each expert-parallel rank is a model-parallel one
+        of its own, among which the other parameters are replicated.
+        """
+        if self.module.partitioned:
+            paths = [file.path for file in files]
+            raise unsupported(self.directory, "experts", paths, "ZeRO 1 or 2", "ZeRO 3")
+        ranks, groups = len(self.optim), self.module.groups()
+        first = self._rank_states(self.optim[0])
+        experts = experts_of(self.directory, self.module.first, groups, first.groups, ranks)
+        shapes: FlatGroup = {}
+        for group in groups:
+            for expert_rank in range(experts.size):
+                names = experts.named(group, expert_rank)
+                shapes.update({names[name]: shape for name, shape in group.items()})
+        opened = open_experts(self.directory, files, experts, shapes, table, self.sources)
+        grid = RankGrid(ranks // experts.size, experts.size)
+        optim = placed(self.optim, experts.size, ranks, data_first=data_first(self._config()))
+        module = replace(self.module, grid=grid, layers=opened)
+        return _Step(self.directory, optim, module, self.sources, experts)
 
     def tree(self) -> PartContents:
         ranks = [self._rank_states(file) for file in self.optim]
         steps = {rank.file.path: self._steps(rank) for rank in ranks}
         require_same(self.directory, self.optim, lambda file: steps[file.path])
-        columns = [self._column(file, ranks) for file in self.module.of_model_ranks]
+        if self.experts is None and any(map(is_of_experts, ranks[0].groups)):
+            raise SourceIncompleteError(
+                f"{self.directory}: the files of its experts are missing",
+                file=f"{self.directory.rstrip('/')}/layer_0_expert_0_mp_rank_00_model_states.pt",
+                why=f"{ranks[0].file.path} has a param group of experts (moe), and each expert a file of its own",
+                next_step="copy all layer_*_expert_*_model_states.pt into the directory",
+            )
+        columns = self._expert_columns(ranks, self.experts) if self.experts is not None else []
+        columns = columns or [self._column(file, ranks) for file in self.module.of_model_ranks]
         partitions = Partitions(self.module.grid, self._parameters(columns))
         for column in columns:
             for slices in column.flat.slices:
@@ -251,8 +287,39 @@ class _Step:
         of_rank = [rank for rank in ranks if rank.file.model_rank == module.model_rank]
         flat = self._partitions(of_rank, groups)
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        members = groups_by_name(of_rank[0].groups, flat.params, of_rank[0].file.path)
-        return _Column(module, flat, shapes, [cast("list[str]", group["params"]) for group in members])
+        return _Column(module, module.model_rank, flat, shapes, _members_of(of_rank[0], flat))
+
+    def _expert_columns(self, ranks: Sequence[_RankStates], experts: Experts) -> list[_Column]:
+        """The flat tensors of each expert-parallel rank. Those of experts are divided among the ranks that have them,
+        the others among all.
+        """
+        groups = self.module.groups()
+        of_experts = [is_of_experts(group) for group in ranks[0].groups]
+        shared = [number for number, own in enumerate(of_experts) if not own]
+        common = self._partitions(ranks, [groups[number] for number in shared], shared)
+        columns = []
+        for expert_rank in range(experts.size):
+            members = [number for number, rank in enumerate(ranks) if rank.file.model_rank == expert_rank]
+            own = [number for number, of_expert in enumerate(of_experts) if of_expert]
+            of_rank = [ranks[number] for number in members]
+            flat = self._partitions(of_rank, [groups[number] for number in own], own)
+            params: list[list[str]] = [[] for _ in groups]
+            slices: list[list[list[Slice]]] = [[[] for _ in groups] for _ in members]
+            for numbers, part, rows in ((shared, common, members), (own, flat, range(len(members)))):
+                for at, number in enumerate(numbers):
+                    names = experts.named(groups[number], expert_rank)
+                    params[number] = [names[name] for name in part.params[at]]
+                    for of, row in zip(slices, rows, strict=True):
+                        of[number] = [replace(each, name=names[each.name]) for each in part.slices[row][at]]
+            shapes: FlatGroup = {}
+            for group in groups:
+                names = experts.named(group, expert_rank)
+                shapes.update({names[name]: shape for name, shape in group.items()})
+            placed_in = FlatGroups(params, slices)
+            columns.append(
+                _Column(self.module.first, expert_rank, placed_in, shapes, _members_of(of_rank[0], placed_in))
+            )
+        return columns
 
     def _parameters(self, columns: Sequence[_Column]) -> dict[str, Shards]:
         """All trained parameters, with what each model-parallel rank holds of them."""
@@ -298,7 +365,6 @@ class _Step:
         if not isinstance(groups, list) or set(state) - set(range(count)):
             raise contradiction(file.path, f"its optimizer does not have the states of {count} flat tensors")
         param_groups = [as_mapping(group, file.path, "param_groups") for group in groups]
-        _refuse_experts(param_groups, file.path)
         by_number = [as_mapping(state.get(number, {}), file.path, f"state.{number}") for number in range(count)]
         return _RankStates(file, flat, by_number, param_groups, paddings)
 
@@ -314,51 +380,60 @@ class _Step:
                 steps[count_text(cast(int, step))] = None
         return f"after {some_of(list(steps))} steps of the optimizer" if steps else None
 
-    def _partitions(self, ranks: Sequence[_RankStates], shapes: Sequence[FlatGroup]) -> FlatGroups:
-        lengths = [
-            [weight.shape[0] + padding for weight, padding in zip(rank.weights, rank.paddings, strict=True)]
-            for rank in ranks
-        ]
+    def _partitions(
+        self, ranks: Sequence[_RankStates], shapes: Sequence[FlatGroup], numbers: Sequence[int] | None = None
+    ) -> FlatGroups:
+        """The places of the parameters in the flat tensors that are divided among ``ranks``: those with these
+        ``numbers``, or all of them.
+        """
+        count = len(ranks[0].weights)
+        numbers = range(count) if numbers is None else numbers
+        if any(len(rank.weights) != count for rank in ranks) or any(number >= count for number in numbers):
+            raise contradiction(ranks[0].file.path, f"it has {plural(count, 'flat tensor')}, and other ranks others")
+        lengths = [[rank.weights[number].shape[0] + rank.paddings[number] for number in numbers] for rank in ranks]
         try:
             if self.module.partitioned:
                 return partitions_of_params(shapes, lengths)
-            flat = partitions_of_groups(shapes, self._gaps(ranks[0], len(shapes)), lengths)
+            flat = partitions_of_groups(shapes, self._gaps(ranks[0], numbers), lengths)
         except PartitionError as error:
             raise contradiction(ranks[0].file.path, str(error)) from None
         if self._round_robin():
             flat.params = [optimizer_order(names, len(ranks)) for names in flat.params]
         else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
-            self._require_record(ranks, flat)
+            self._require_record(ranks, flat, numbers)
         return flat
 
-    def _gaps(self, rank: _RankStates, groups: int) -> list[list[int]]:
-        """The padding after each parameter of each flat tensor (``parameter_alignment``)."""
+    def _gaps(self, rank: _RankStates, numbers: Sequence[int]) -> list[list[int]]:
+        """The padding after each parameter of the flat tensors ``numbers`` (``parameter_alignment``)."""
         gaps = rank.file.states.get("param_alignment_paddings")
         if gaps is None:
-            return [[]] * groups
-        if not isinstance(gaps, (list, tuple)) or len(gaps) != groups:
+            return [[]] * len(numbers)
+        if not isinstance(gaps, (list, tuple)) or len(gaps) != len(rank.weights):
             raise contradiction(rank.file.path, "its param_alignment_paddings are not those of its flat tensors")
         if not all(isinstance(counts, (list, tuple)) and all(map(is_count, counts)) for counts in gaps):
             raise contradiction(rank.file.path, "its param_alignment_paddings are not numbers of elements")
-        return [list(map(int, cast("list[int]", counts))) for counts in gaps]
+        return [list(map(int, cast("list[int]", gaps[number]))) for number in numbers]
 
-    def _require_record(self, ranks: Sequence[_RankStates], flat: FlatGroups) -> None:
+    def _require_record(self, ranks: Sequence[_RankStates], flat: FlatGroups, numbers: Sequence[int]) -> None:
         """Compare the computed places with those that the files record since DeepSpeed 0.7."""
-        for rank in ranks:
+        for rank, slices in zip(ranks, flat.slices, strict=True):
             record = self._record(rank)
             if record is None:
                 continue
-            slices = flat.slices[rank.file.data_rank]
             computed = [{part.name: (part.count, part.at) for part in group} for group in slices]
-            if record != computed:
+            if len(record) != len(rank.weights) or [record[number] for number in numbers] != computed:
                 what = "its parameters are not where the shapes and the number of ranks put them"
                 raise contradiction(rank.file.path, what)
 
     def _round_robin(self) -> bool:
         """Whether the parameters of a flat tensor were dealt to the ranks in turn."""
-        config = self.optim[0].root.get("ds_config", self.module.first.root.get("ds_config"))
+        config = self._config()
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+
+    def _config(self) -> object:
+        """DeepSpeed's configuration."""
+        return self.optim[0].root.get("ds_config", self.module.first.root.get("ds_config"))
 
     def _record(self, rank: _RankStates) -> list[dict[str, tuple[int, int]]] | None:
         groups = rank.file.states.get("param_slice_mappings")
@@ -438,6 +513,7 @@ class _Step:
         message = f"{self.directory} is a DeepSpeed ZeRO {stage} checkpoint of {plural(len(self.optim), 'rank')}"
         if grid.model > 1:
             kind = "pipeline stage" if self.module.layers else "tensor-parallel rank"
+            kind = kind if self.experts is None else "expert-parallel rank"
             message += f": {plural(grid.data, 'data-parallel rank')} of {plural(grid.model, kind)}"
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         tree.notes += self.module.notes_on_copies(trained)
@@ -450,13 +526,3 @@ class _Step:
 
 def _is_vector(value: object) -> bool:
     return isinstance(value, StoredTensor) and len(value.shape) == 1
-
-
-def _refuse_experts(groups: Sequence[StateDict], path: str) -> None:
-    if any(group.get("moe") for group in groups):
-        raise SourceUnsupportedError(
-            f"{path} holds a param group of experts (moe), which fsdpckpt does not read",
-            file=path,
-            why="every rank may hold different experts, and the files do not say whose they are",
-            next_step="convert it with DeepSpeed's own ds_to_universal.py",
-        )

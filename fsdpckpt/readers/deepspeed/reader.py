@@ -23,6 +23,7 @@ from fsdpckpt.readers.deepspeed.required_files import (
     ZERO,
     ZERO_1_OR_2,
     ZERO_3,
+    ExpertFile,
     require_one_save,
     required_grid,
     unsupported,
@@ -33,7 +34,8 @@ from fsdpckpt.storage.sources import Sources
 
 _OPTIM = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")
 _MODEL = re.compile(r"^(?:zero_pp_rank_(\d{1,5})_)?mp_rank_(\d{1,5})_model_states\.pt$")
-_EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_.*_model_states\.pt$|^expp_rank_\d+_.*_optim_states\.pt$")
+_EXPERT = re.compile(r"^(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,5})_model_states\.pt$")
+_EXPERT_STATES = re.compile(r"^expp_rank_(\d{1,5})_mp_rank_(\d{1,5})_optim_states\.pt$")  # without ZeRO
 _LAYER = re.compile(r"^layer_(\d{1,6})(?:-model_(\d{1,5}))?-model_states\.pt$")  # without a model axis it is not there
 _LATEST = ("latest", "latest_universal")
 _SCRIPTS = frozenset({"zero_to_fp32.py", "zero_to_torch.py"})
@@ -131,14 +133,24 @@ def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
     require_one_save(path, {name: _PRECISIONS[name.partition("zero_pp_rank_")[0]] for name in optimizers})
     require_one_save(path, {name: ZERO_1_OR_2 if name.startswith("mp_") else ZERO_3 for name in models})
     optim_paths, model_paths = _by_ranks(_OPTIM, files), _by_ranks(_MODEL, files)
-    layers = _layers_in(files)
+    layers, experts = _layers_in(files), _experts_in(files)
 
     def read(table: FileTable, sources: Sources) -> PartContents:
         from fsdpckpt.readers.deepspeed.read import read_zero
 
-        return read_zero(path, optim_paths, model_paths, layers, table, sources)
+        return read_zero(path, optim_paths, model_paths, layers, experts, table, sources)
 
     return Claim([Part(path, "deepspeed", read)], names | (_SCRIPTS & files.keys()))
+
+
+def _experts_in(files: Mapping[str, Entry]) -> list[ExpertFile]:
+    """The files of experts, in the order of their layers."""
+    matches = {name: match for name in files if (match := _EXPERT.match(name))}
+    experts = [
+        ExpertFile(None if match[1] is None else int(match[1]), int(match[2]), files[name].path)
+        for name, match in matches.items()
+    ]
+    return sorted(experts, key=lambda expert: (expert.layer or 0, expert.expert))
 
 
 def _by_ranks(pattern: re.Pattern[str], files: Mapping[str, Entry]) -> dict[int, dict[int, str]]:
@@ -152,13 +164,15 @@ def _by_ranks(pattern: re.Pattern[str], files: Mapping[str, Entry]) -> dict[int,
 
 
 def _refuse_others(path: str, names: set[str]) -> None:
-    """Refuse kinds of parallelism that cut tensors in ways that these files do not record: experts, and the
-    tensor-parallel ranks of a pipeline.
+    """Refuse kinds of parallelism that cut tensors in ways that these files do not record: the tensor-parallel ranks of
+    a pipeline, and experts beside those or in a pipeline.
     """
-    experts = sorted(name for name in names if _EXPERT.match(name))
-    if experts:
-        raise unsupported(path, "experts", experts)
     layers = sorted(name for name in names if _LAYER.match(name))
     cut = any((match := _LAYER.match(name)) is not None and int(match[2] or 0) > 0 for name in layers)
     if cut or len({match[1] for name in layers if (match := _LAYER.match(name))}) < len(layers):
         raise unsupported(path, "pipeline stages", layers, "one file for each layer", "those of tensor-parallel ranks")
+    experts = sorted(name for name in names if _EXPERT.match(name))
+    ranks = [match[2] for name in names if (match := _OPTIM.match(name) or _MODEL.match(name)) is not None]
+    if experts and (layers or any(map(int, ranks))):
+        found = "pipeline stages, too" if layers else "other model-parallel ranks, too"
+        raise unsupported(path, "experts", experts, "experts alone", found)

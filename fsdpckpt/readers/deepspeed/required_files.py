@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from shlex import quote
 
 from fsdpckpt import flags
@@ -17,6 +18,15 @@ MAX_NAMES = 6
 _MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = f"zero_pp_rank_0_{_MODEL}"
 ZERO_1_OR_2, ZERO_3 = "with ZeRO 1 or 2", "with ZeRO 3"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFile:
+    """Where the copies of one expert are. ``layer``: the number of the MoE layer, None in files of old versions."""
+
+    layer: int | None
+    expert: int
+    path: str
 
 
 def require_one_save(directory: str, files: Mapping[str, str]) -> None:

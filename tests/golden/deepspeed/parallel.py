@@ -1,7 +1,8 @@
 """Makes checkpoints of models that are parallel in other ways than ZeRO's, by DeepSpeed 0.19 on 4 CPU ranks.
 
 ``torchrun --nproc-per-node 4 -m tests.golden.deepspeed.parallel pipeline DIR '{"zero_optimization": {"stage": 1}}'``
-trains two pipeline stages of two data-parallel ranks; ``autotp`` two tensor-parallel ranks instead. Then
+trains two pipeline stages of two data-parallel ranks; ``autotp`` two tensor-parallel ranks instead, ``experts`` two
+expert-parallel ranks. Then
 ``python -m tests.golden.deepspeed.parallel truth DIR`` lets DeepSpeed's own ``ds_to_universal.py`` make
 ``DIR-universal``, and keeps in ``DIR/truth.pt`` its parameters and states, and the values that were never trained.
 """
@@ -85,6 +86,29 @@ class Net(nn.Module):
         return self.head(x) * (1 + self.scale)
 
 
+class Sparse(nn.Module):
+    """Two layers of four experts, of which each rank has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.embed, self.norm = nn.Embedding(WORDS, 6), nn.LayerNorm(6)
+        self.layers = nn.ModuleList(
+            MoE(6, nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6)), num_experts=4, ep_size=2, k=1)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(6, WORDS)
+        self.head.bias.requires_grad_(False)
+        self.register_buffer("mask", torch.full((3,), 2.0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(self.norm(x))
+
+
 AUTOTP = {
     "use_default_specs": False,
     "layer_specs": [
@@ -154,6 +178,22 @@ def autotp(config: dict[str, Any]) -> Any:
     return engine
 
 
+def experts(config: dict[str, Any]) -> Any:
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    net = Sparse()
+    group = {"params": [param for param in net.parameters() if param.requires_grad], "name": "all", "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer([group]), lr=1e-2)
+    engine = deepspeed.initialize(model=net, optimizer=optimizer, config={**USUAL, **config})[0]
+    data = batches(engine.global_rank)
+    for _ in range(3):
+        tokens, _ = next(data)
+        engine.backward(loss_of(engine(tokens), tokens))
+        engine.step()
+    return engine
+
+
 def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -163,11 +203,13 @@ def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     first = Net()  # the values that AutoTP cuts, and never trains
     torch.manual_seed(0)
-    engine = pipeline(config) if kind == "pipeline" else autotp(config)
+    engine = {"pipeline": pipeline, "autotp": autotp, "experts": experts}[kind](config)
     engine.save_checkpoint(str(directory), tag="global_step3", client_state={"epoch": 3})
-    module = engine.module if kind == "pipeline" else first
+    module = first if kind == "autotp" else engine.module
     trained = {name for name, value in module.named_parameters() if value.requires_grad}
     untrained = {name: value.clone() for name, value in module.state_dict().items() if name not in trained}
+    if kind == "experts":
+        keep_experts(engine, directory)
     by_rank: list[Any] = [None] * engine.world_size
     torch.distributed.all_gather_object(by_rank, untrained)
     if engine.global_rank == 0:
@@ -176,6 +218,30 @@ def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
         torch.save(values, directory / UNTRAINED)
     torch.distributed.barrier()
     os._exit(0)  # DeepSpeed's threads do not always end
+
+
+def keep_experts(engine: Any, directory: Path) -> None:
+    """What each rank's own memory has of the weights and states (``param._hp_mapping``), and the module in bfloat16.
+    ``ds_to_universal.py`` does not join experts.
+    """
+    from deepspeed.utils import groups
+
+    engine.optimizer._hp_optimizer_states_linked = False  # its link to the states is from before the first step
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    fragments: dict[str, Any] = {}
+    for name, param in engine.module.named_parameters():
+        mapping = getattr(param, "_hp_mapping", None)
+        if mapping is not None:
+            place = mapping.lp_fragment_address
+            values = {state: mapping.get_optim_state_fragment(state).clone() for state in ("exp_avg", "exp_avg_sq")}
+            values["fp32"] = mapping.get_hp_fragment().clone()
+            fragments[name] = {"start": place.start, "shape": param.shape, "values": values}
+    rank = groups._get_expert_parallel_rank("ep_size_2")
+    of_rank = {"expert_rank": rank, "fragments": fragments, "module": engine.module.state_dict()}
+    by_rank: list[Any] = [None] * engine.world_size
+    torch.distributed.all_gather_object(by_rank, of_rank)
+    if engine.global_rank == 0:
+        torch.save(by_rank, directory / "truth.pt")
 
 
 def truth(directory: Path) -> None:
