@@ -270,7 +270,8 @@ def test_every_way_that_an_error_names_leads_on(name: str, job: Job, tmp_path: P
         fsdpckpt.convert(job / situation.source, tmp_path / situation.target, **options)
     ways = situation.ways(job)
     assert asked.value.exit_code in (2, 3, 4)
-    named = set(re.findall(r"--[a-z][a-z-]*", str(asked.value.next_step)))
+    own_options = re.sub(r"`fsdpckpt units .*?`", "", str(asked.value.next_step))  # another command makes the file
+    named = set(re.findall(r"--[a-z][a-z-]*", own_options))
     assert named == ways.keys(), asked.value
     for number, (way, given) in enumerate(ways.items()):
         target = tmp_path / f"{number}{situation.target}"

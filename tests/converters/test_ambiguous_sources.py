@@ -248,7 +248,7 @@ def test_a_parameter_without_elements_and_a_step_of_one_element_survive(
     tmp_path: Path, world_size: int, orig: bool
 ) -> None:
     """On 40 ranks each shard has one element, like the steps, which are no slices for that."""
-    shapes = {"a": (5, 3), "b.none": (0, 4), "b.one": (1, 1), "b.two": (2, 3), "c": (7,)}
+    shapes = {"a": (5, 3), "c": (7,), "b.none": (0, 4), "b.one": (1, 1), "b.two": (2, 3)}
     states = {name: {"step": torch.tensor([3.0]), "exp_avg": torch.randn(shape)} for name, shape in shapes.items()}
     states["b.none"]["step"] = torch.tensor([0.0])  # as Adagrad, which makes states at once, never counts it
     weights = {name: torch.randn(shape) for name, shape in shapes.items()}

@@ -185,7 +185,9 @@ def _require_order_of_a_model(units: Units, checkpoint: Checkpoint, listed_by: s
     ``listed_by``: where the order comes from, in words. ``flattened``: so was the source, and new names have put its
     parameters into other modules.
     """
-    if not _order_matters(units, checkpoint) or not revisits_a_module(units.parameters):
+    shared = {name for names in units.shared for name in names}  # listed where the first module that has it is
+    own = [name for name in units.parameters if name not in shared]
+    if not _order_matters(units, checkpoint) or not revisits_a_module(own):
         return
     in_order = f"{flags.parameters('FILE')} that has the names of model.named_parameters() in that order"
     raise NeedsInformationError(
