@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fsdpckpt.cli.folded_stats import joined_stats
 from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
 from fsdpckpt.describe import Description
-from fsdpckpt.ir.checkpoint import NamedTensor, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Stats
@@ -215,14 +215,30 @@ def folded_rows(description: Description) -> list[Row]:
         if named.section is not Section.EXTRA or f"rank0.{named.key}" not in extras:
             by_section.setdefault(named.label, []).append(named)
     rows: list[Row] = []
+    optimizers = _optimizers(description.checkpoint)
+    models = [of_section for label, of_section in by_section.items() if label.split(":")[0] == Section.MODEL]
     for section, of_section in by_section.items():
-        if section == Section.OPTIM:
-            optim = description.checkpoint.optim
-            general, rest = _join_shared_states(optim, of_section, by_section.get(Section.MODEL, ()))
+        if section in optimizers:
+            optim = optimizers[section]
+            general, rest = _join_shared_states(optim, of_section, _trained_by(of_section, models))
             rows += [*general, *_join_states(rest)]
         else:
             rows += _fold([(named.key, _row(named)) for named in of_section])
     return rows
+
+
+def _optimizers(checkpoint: Checkpoint) -> dict[str, Optimizer]:
+    """The optimizer, and each of several, by the name of its section."""
+    main = {str(Section.OPTIM): checkpoint.optim} if checkpoint.optim is not None else {}
+    return main | {each.label: each.content for each in checkpoint.named if isinstance(each.content, Optimizer)}
+
+
+def _trained_by(states: Sequence[NamedTensor], models: Sequence[Sequence[NamedTensor]]) -> Sequence[NamedTensor]:
+    """The first of ``models`` that has all parameters of the optimizer with ``states``; if there is one, that."""
+    if len(models) == 1:
+        return models[0]
+    names = {named.param for named in states if named.state is not None}
+    return next((model for model in models if names <= {named.param for named in model}), ())
 
 
 def _fold(keyed: Sequence[tuple[str, Row]]) -> list[Row]:
@@ -240,7 +256,7 @@ def _join_states(tensors: Sequence[NamedTensor]) -> list[Row]:
     """States of folded parameters; those that a parameter has alike share a row."""
     by_state: dict[str | None, list[tuple[str, Row]]] = {}
     for first, named in enumerate(tensors):
-        key = named.param if named.state is not None else named.key
+        key = named.key.removesuffix(f".{named.state}") if named.state is not None else named.key
         by_state.setdefault(named.state, []).append((key, replace(_row(named), first=first)))
     several: dict[tuple[object, ...], list[tuple[str | None, Row]]] = {}
     for state, keyed in by_state.items():
@@ -267,7 +283,7 @@ def _join_shared_states(
     if optim is None or not model:
         return [], list(tensors)
     parameters = {str(key) for key in (*optim.grouped_keys(), *optim.state)}
-    of_model = {named.key: _row(named) for named in model}
+    of_model = {named.param: _row(named) for named in model}
     by_state: dict[str | None, list[NamedTensor]] = {}
     for named in tensors:
         by_state.setdefault(named.state, []).append(named)
@@ -285,9 +301,17 @@ def _join_shared_states(
             several.setdefault(tuple(map(str, fields)), []).append((state, rows))
     general = []
     for (_, shape, placement), of_form in several.items():
-        row = _join(_with_states("*", [state for state, _ in of_form]), [row for _, rows in of_form for row in rows])
+        row = _join(
+            _with_states(f"{_prefix(tensors[0])}*", [state for state, _ in of_form]),
+            [row for _, rows in of_form for row in rows],
+        )
         general.append(replace(row, shape=shape, placement=placement))
     return general, rest
+
+
+def _prefix(named: NamedTensor) -> str:
+    """What precedes the parameter in the keys of a section with a name of its own: ``optimizer_1.``."""
+    return named.key.removesuffix(f"{named.param}.{named.state}")
 
 
 def _common_value(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import fsdpckpt
 from tests.cli.conftest import Run, training_state
+from tests.converters.test_named_parts import saved_by_accelerate
 
 
 @pytest.fixture
@@ -83,3 +85,23 @@ def test_ids_of_an_optimizer_without_its_model_are_explained(run: Run, tmp_path:
     torch.save(content, tmp_path / "unclear.pt")
     done = run("convert", tmp_path / "unclear.pt", tmp_path / "out.pt", "--key-type", "name")
     assert done.code == 4 and "no model in it is certainly that of the optimizer" in done.err
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "dcp"])
+def test_the_states_of_several_optimizers_fold_like_those_of_one(
+    full: bool, screen: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_by_accelerate(tmp_path / "state", full=full)
+    monkeypatch.chdir(tmp_path)
+    lines = screen("inspect", "state").splitlines()
+    for number in (0, 1):
+        (name,) = {line.split(".")[0] for line in lines if line.startswith("optimizer") and f"_{number}." in line}
+        rows = [line for line in lines if line.startswith(f"{name}.")]
+        assert [row.split()[0] for row in rows] == [f"{name}.*.step", f"{name}.*.{{exp_avg,exp_avg_sq}}"], rows
+
+
+def test_the_states_of_ids_keep_their_sizes(screen: Callable[..., str], two: Path) -> None:
+    """Two models, and ids: nothing shows here which parameter is which."""
+    rows = [line.split()[:2] for line in screen("inspect", two).splitlines() if line.startswith("critic_opt.")]
+    assert rows[0] == ["critic_opt.{0..5}.step", "x6"]
+    assert ["critic_opt.{1..3}.{exp_avg,exp_avg_sq}", "x6"] in rows and len(rows) == 5
