@@ -134,6 +134,11 @@ class Message(str):
         return {_PARTS: list(pairs)}
 
 
+def on_command_line(text: str) -> str:
+    """``text`` as the command line shows it: quick for one without an option, such as most cells of a table."""
+    return str(Message(text)) if _BEGIN in text else str(text)
+
+
 def from_json(document: object) -> object:
     """The inverse of ``Message.to_json``; anything else stays as it is."""
     if not isinstance(document, dict) or document.keys() != {_PARTS}:

@@ -218,3 +218,10 @@ def test_what_is_printed_has_no_coded_options() -> None:
 
     message = Message(f"add {flags.units('FILE')}")
     assert f"{visible(message)}" == f"{visible(format(message))}" == "add --units FILE"
+
+
+def test_a_text_with_and_without_an_option_is_shown_as_text() -> None:
+    for text, shown in ((f"add {flags.units('FILE')}", "add --units FILE"), ("layers.0.weight", "layers.0.weight")):
+        for given in (text, flags.Message(text)):
+            assert type(flags.on_command_line(given)) is str
+            assert flags.on_command_line(given) == shown

@@ -19,7 +19,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import TextIO, TypeAlias
 
-from fsdpckpt.flags import Message
+from fsdpckpt.flags import on_command_line
 from fsdpckpt.process import process_role
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.text import JsonText, printable, remaining_text, shorten, shrink, size_text
@@ -30,7 +30,7 @@ NARROWEST = 8  # characters of a column of names, however narrow the terminal
 
 def visible(text: str) -> str:
     """``text`` on one line, with line breaks and control sequences of the terminal escaped."""
-    return printable(str(Message(text)))  # options are values in a message, also when it is formatted
+    return printable(on_command_line(text))  # options are values in a message, also when it is formatted
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _narrow(rows: Sequence[Sequence[Cell]], widths: Sequence[int], columns: int)
 
 def cut(line: str, columns: int | None) -> str:
     """``line`` in at most ``columns`` characters, ending in an ellipsis if it is longer."""
-    line = str(Message(line))
+    line = on_command_line(line)
     return line if columns is None or len(line) <= columns else line[: max(columns - 1, 0)] + "…"
 
 
@@ -95,7 +95,7 @@ def wrapped(line: str, columns: int | None) -> list[str]:
     It breaks between words only: a path stays whole, to be copied. Lines after the first begin below the first word
     after a label.
     """
-    line = str(Message(line))  # an option in it must not be taken apart, nor count longer than it is shown
+    line = on_command_line(line)  # an option in it must not be taken apart, nor count longer than it is shown
     if columns is None or len(line) <= columns:
         return [line]
     import textwrap
@@ -255,7 +255,7 @@ def _json_items(items: Iterator[object]) -> Iterator[str]:
 
 def _json(value: object) -> str:
     text = str(value) if isinstance(value, JsonText) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-    text = str(Message(text))  # without options that are still values
+    text = on_command_line(text)  # without options that are still values
     if sys.stdout is not None and not _writable(sys.stdout, text):
         text = json.dumps(json.loads(text), allow_nan=False)
     return text
