@@ -33,10 +33,12 @@ __all__ = [
     "manifest",
     "rank_files",
     "megatron_checkpoint",
+    "nanotron_checkpoint",
     "safetensors_document",
     "safetensors_index",
     "sharding_info",
     "torch_checkpoint",
+    "torch_checkpointing_checkpoint",
     "universal_checkpoint",
     "zero_checkpoint",
 ]
@@ -166,6 +168,24 @@ def _deepspeed(kind: str, data: bytes, name: str) -> Checkpoint:
     files = {f"d/{each}": content for each, content in _named(kind).items()}
     changed = next(path for path in files if path.startswith(f"d/{name}"))
     return _opened("d", {**files, changed: _archive({"it/data.pkl": data, **_DATA})})
+
+
+def nanotron_checkpoint(data: bytes) -> object:
+    """``data``: the header of one rank's weight, the counters, or the pickle of one rank's optimizer."""
+    files = {f"d/{name}": content for name, content in _named("nanotron/").items()}
+    if b"last_train_step" in data:
+        return _opened("d", {**files, "d/checkpoint_metadata.json": data})
+    if data.startswith(b"{"):
+        (path,) = (path for path in files if "_tp-rank-1-" in path)
+        return _opened("d", {**files, path: len(data).to_bytes(8, "little") + data + bytes(12)})
+    (path,) = (path for path in files if "_tp-1-" in path)
+    return _opened("d", {**files, path: _archive({"it/data.pkl": data, **_DATA})})
+
+
+def torch_checkpointing_checkpoint(data: bytes) -> object:
+    """``data``: ``metadata.pkl``."""
+    files = {f"d/{name}": content for name, content in _named("torch_checkpointing/").items()}
+    return _opened("d", {**files, "d/metadata.pkl": data})
 
 
 def safetensors_index(data: bytes) -> object:

@@ -86,6 +86,14 @@ _NAMES = (
     "global_step_2/actor/model_world_size_1_rank_0.pt\nglobal_step_2/data.pt",
     "checkpoint-1/model.safetensors\ncheckpoint-2/model.safetensors",
     "model_0.pt\nmodel_1.pt\noptim_0.pt\noptim_1.pt",
+    "checkpoint_metadata.json\nmodel/model_w_pp-rank-0-of-1_tp-rank-0-of-2_exp-rank-0-of-1.safetensors\n"
+    "optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-1_exp-0-of-1.pt",
+    "policy/model_world_size_2_rank_0.pt\npolicy/optim_world_size_2_rank_0.pt\npolicy/huggingface/config.json\n"
+    "trainer_state.pt\ndata.pt\npolicy/extra_state_world_size_2_rank_0.pt",
+    "policy/weights/model/.metadata\npolicy/weights/model/__0_0.distcp\npolicy/optimizer/.metadata\n"
+    "policy/optimizer/__0_0.distcp\ntrain_dataloader.pt\ntraining_info.json",
+    "trainer/.metadata\ntrainer/__0_0.distcp\nrank_0.pt",
+    "distributed_checkpoint/.metadata\ndistributed_checkpoint/__0_0.distcp\nconfig.json",
 )
 
 
@@ -116,6 +124,8 @@ def seeds(target: str) -> list[bytes]:
         ),
         "zero-checkpoint": lambda: map(_pickle_in, tiny("zero")),
         "universal-checkpoint": lambda: map(_pickle_in, tiny("universal")),
+        "nanotron-checkpoint": _nanotron,
+        "torch-checkpointing-checkpoint": lambda: iter(tiny("torch_checkpointing/metadata.pkl")),
         "values-json": lambda: (json.dumps(value).encode() for value in (_VALUES, _VALUES_2, _VALUES_3)),
     }[target]()
     return sorted({*tiny(target), *(data for data in made if len(data) <= _MOST)}, key=lambda data: (len(data), data))
@@ -161,6 +171,13 @@ def _plain_pickles() -> Iterator[bytes]:
     value = {"a": [1, 2.5, None, True, "x", b"y", (1, (2, 3))], 3: collections.OrderedDict(k={1, 2}), "c": 1 - 2j}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         yield pickle.dumps(value, protocol)
+
+
+def _nanotron() -> Iterator[bytes]:
+    yield from tiny("nanotron/checkpoint_metadata.json")
+    yield from map(_pickle_in, tiny("nanotron/optimizer"))
+    for file in tiny("nanotron/model/a"):
+        yield file[8 : 8 + int.from_bytes(file[:8], "little")]
 
 
 def _items() -> Iterator[bytes]:

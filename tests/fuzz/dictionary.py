@@ -5,6 +5,39 @@ from __future__ import annotations
 __all__ = ["MOST_BYTES", "dictionary"]
 
 _MEGATRON = ("mcore_data", "nd_reformulated_orig_global_shape", "all_local_plans", "common_step", "chained_0.")
+_NANOTRON = (
+    "local_global_slices_pairs",
+    "unsharded_shape",
+    "data",
+    "names",
+    "gradient_accumulator",
+    "None",
+    "#",
+    "|",
+    ";",
+)
+_CHECKPOINTING = (
+    "world_size",
+    "metadata",
+    "version",
+    "rank_to_layout_info",
+    "nested_path_to_metadata",
+    "sharding_metadata",
+    "DTensorShardingMetadata",
+    "default_tensor_v1",
+    "global_shape",
+    "mesh_spec",
+    "mesh_shape",
+    "mesh_data",
+    "placements",
+    "Shard",
+    "StridedShard",
+    "split_factor",
+    "file_path",
+    "serialization_format",
+    "RawSerialization",
+    "global_offsets",
+)
 _ZERO = (
     "param_shapes",
     "group_paddings",
@@ -25,6 +58,7 @@ MOST_BYTES = {
     "plain-pickle": 512,
     "dcp-metadata": 2048,
     "megatron-checkpoint": 2048,
+    "torch-checkpointing-checkpoint": 2048,
     "zip": 2048,
     "torch": 2048,
     "dcp-item": 1600,
@@ -221,6 +255,8 @@ _WORDS = {
     "rank-files": [*_OPCODES, *_GLOBALS, *map(str.encode, _KEYS)],
     "zero-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_KEYS])],
     "universal-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_KEYS])],
+    "nanotron-checkpoint": [*_JSON, *_OPCODES, *_GLOBALS, *map(str.encode, [*_NANOTRON, *_KEYS])],
+    "torch-checkpointing-checkpoint": [*_OPCODES, *map(str.encode, [*_CHECKPOINTING, *_KEYS])],
     "safetensors-header": [*_JSON, *_quoted(*_HEADER)],
     "safetensors": [*_JSON, *_quoted(*_HEADER)],
     "safetensors-index": [*_JSON, *_quoted("weight_map", "metadata", "model.safetensors", "a", "b")],

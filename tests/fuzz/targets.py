@@ -88,6 +88,8 @@ TARGETS: dict[str, Target] = {
     "megatron-checkpoint": checkpoints.megatron_checkpoint,
     "zero-checkpoint": checkpoints.zero_checkpoint,
     "universal-checkpoint": checkpoints.universal_checkpoint,
+    "nanotron-checkpoint": checkpoints.nanotron_checkpoint,
+    "torch-checkpointing-checkpoint": checkpoints.torch_checkpointing_checkpoint,
 }
 
 

@@ -20,6 +20,8 @@ INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint"
     "megatron-checkpoint": 400,
     "zero-checkpoint": 400,
     "universal-checkpoint": 400,
+    "nanotron-checkpoint": 400,
+    "torch-checkpointing-checkpoint": 400,
 }
 LENIENT = frozenset({"manifest", "journal", "index-page"})  # what is damaged there says nothing
 

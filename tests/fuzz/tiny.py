@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import io
+import json
 import os
 import pickle
 import sys
@@ -16,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -180,6 +182,65 @@ def _deepspeed() -> Iterator[tuple[str, object]]:
     yield "universal/zero/w/step.pt", torch.tensor(3.0)
 
 
+def _safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+    return safetensors.torch.save(tensors, metadata)
+
+
+def _nanotron() -> Iterator[tuple[str, bytes]]:
+    """A step of two tensor-parallel ranks, with one weight that is cut and one that is whole."""
+    row = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    for rank in (0, 1):
+        slices = {
+            "version": "1.4",
+            "local_global_slices_pairs": f"0,1,None|None,None,None#{rank},{rank + 1},None|None,None,None",
+            "unsharded_shape": "(2, 3)",
+        }
+        name = f"nanotron/model/a/model_w_pp-rank-0-of-1_tp-rank-{rank}-of-2.safetensors"
+        yield name, _safetensors({"data": row[rank : rank + 1].clone()}, slices)
+        state = {"step": torch.tensor(3.0), "exp_avg": row[rank : rank + 1].clone()}
+        optimizer = {
+            "state": {0: state, 1: {"step": torch.tensor(3.0), "exp_avg": row[0].clone()}},
+            "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+            "names": {0: "a.w", 1: "b"},
+        }
+        path = f"nanotron/optimizer/optimizer_pp-0-of-1_tp-{rank}-of-2_exp-0-of-1.pt"
+        yield path, packed(_saved(optimizer), checked=True)
+    yield "nanotron/model/model_b.safetensors", _safetensors({"data": row[0].clone()}, {})
+    yield "nanotron/checkpoint_metadata.json", b'{"version": "1.4", "tp": 2, "dp": 1, "metas": {"last_train_step": 7}}'
+
+
+def _torch_checkpointing() -> Iterator[tuple[str, bytes]]:
+    """Two ranks: a model in safetensors, an item that ``metadata.pkl`` does not describe, and one as JSON."""
+    row = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    mesh = {"device_type": "cpu", "mesh_shape": (2,), "mesh_data": (0, 1), "mesh_dim_names": ("dp",)}
+    cut = {"dtype": "torch.float32", "global_shape": (2, 3), "mesh_spec": mesh}
+    cut["placements"] = [{"type": "Shard", "dim": 0}]
+    boxes = {"dtype": "torch.float32", "global_shape": (3,), "global_offsets": [(0,)], "local_offsets": [(0,)]}
+    boxes["local_sizes"] = [(3,)]
+    described = {
+        '["w"]': [{"ranks": [0, 1], "sharding_metadata": {"type": "DTensorShardingMetadata", "data": cut}}],
+        '["b", 0]': [{"ranks": [0], "sharding_metadata": {"type": "default_tensor_v1", "data": boxes}}],
+    }
+    model = {"rank_to_layout_info": {}, "nested_path_to_metadata": described}
+    config = {"rank_to_layout_info": {}, "nested_path_to_metadata": {}}
+    for rank in (0, 1):
+        for item, ending, form in ((model, "model_{}.safetensors", "Safetensors"), (config, "c_{}.json", "Json")):
+            layout = {"file_path": ending.format(rank), "serialization_format": {"type": f"{form}Serialization"}}
+            item["rank_to_layout_info"][rank] = layout  # type: ignore[index]
+        tensors = {"w": row[rank : rank + 1].clone(), **({"b.0": row[0].clone()} if rank == 0 else {})}
+        yield f"torch_checkpointing/model_{rank}.safetensors", _safetensors(tensors, {})
+        yield f"torch_checkpointing/c_{rank}.json", b'{"a": 1}'
+        yield f"torch_checkpointing/step_{rank}.pt", packed(_saved(7), checked=True)
+    metadata = {"version": "2.0", "world_size": 2, "metadata": {"model": model, "c": config}}
+    yield "torch_checkpointing/metadata.pkl", pickle.dumps(metadata)
+    paths = {
+        json.dumps(["model", *json.loads(path)], separators=(",", ":")): groups for path, groups in described.items()
+    }
+    layouts = {rank: {"model": layout} for rank, layout in model["rank_to_layout_info"].items()}
+    first = {"version": "1.0", "world_size": 2, "metadata": paths, "rank_to_layout_info_mappings": layouts}
+    yield "torch-checkpointing-checkpoint/1.0", pickle.dumps(first)
+
+
 def main(target: str) -> None:
     torch.manual_seed(5)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
@@ -205,6 +266,8 @@ def main(target: str) -> None:
             add(name, data)
         for name, value in _deepspeed():
             add(name, packed(_saved(value), checked=True))
+        for name, data in (*_nanotron(), *_torch_checkpointing()):
+            add(name, data)
 
 
 if __name__ == "__main__":

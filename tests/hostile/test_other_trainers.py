@@ -1,8 +1,9 @@
-"""Damaged and hostile files of DeepSpeed and Megatron: refused with exit code 3, or what was damaged is not needed."""
+"""Damaged and hostile files of other trainers' formats: refused with exit code 3, or what was damaged is not needed."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import tarfile
@@ -33,6 +34,7 @@ KINDS = {
     "autotp": "deepspeed/autotp-zero3.tar.xz",
     "experts": "deepspeed/experts.tar.xz",
     "torch_dist": "megatron/uneven.tar.xz",
+    "torch_checkpointing": "torch_checkpointing/torch",
     "fsdp_dtensor": "megatron/fsdp-dtensor.tar.xz",
 }
 MOST_FILES = 4  # of a checkpoint that are damaged: a universal one has many that are alike
@@ -58,9 +60,10 @@ def damages(file: Path, generator: random.Random) -> Iterator[tuple[str, Callabl
     data = file.read_bytes()
     at, bit = generator.randrange(len(data)), 1 << generator.randrange(8)
     flipped = data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
-    yield "missing", file.unlink
+    if file.name != "metadata.pkl":  # without it, it is a checkpoint of other rank files
+        yield "missing", file.unlink
     yield "half", lambda: file.write_bytes(data[: len(data) // 2])
-    if file.name != ".metadata":  # nothing says that a name in there was another
+    if file.name not in (".metadata", "metadata.pkl"):  # nothing says that a name in there was another
         yield f"bit {bit} of {at} flipped", lambda: file.write_bytes(flipped)
 
 
@@ -154,6 +157,9 @@ def tiny(kind: str, directory: Path) -> Path:
         ("universal", "zero/w/step.pt"),
         ("megatron", "common.pt"),
         ("megatron", ".metadata"),
+        ("nanotron", "optimizer/optimizer_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt"),
+        ("torch_checkpointing", "metadata.pkl"),
+        ("torch_checkpointing", "step_1.pt"),
     ],
 )
 def test_a_pickle_that_calls_is_refused_wherever_it_lies(
@@ -163,11 +169,13 @@ def test_a_pickle_that_calls_is_refused_wherever_it_lies(
     path = tiny(kind, tmp_path)
     fsdpckpt.inspect(str(path))
     for module, name in (("posix", "system"), ("builtins", "eval"), ("numpy.testing._private.utils", "runstring")):
-        pickle = call_forms(module, name, *GADGETS[module, name])["REDUCE"]
-        (path / file).write_bytes(pickle)
+        called = call_forms(module, name, *GADGETS[module, name])["REDUCE"]
+        if file == "metadata.pkl":  # the file of another program is not loaded: this one is recognised by a word in it
+            called += b"rank_to_layout_info"
+        (path / file).write_bytes(called)
         if file.endswith(".pt"):
             with zipfile.ZipFile(path / file, "w") as archive:
-                archive.writestr("a/data.pkl", pickle)
+                archive.writestr("a/data.pkl", called)
         assert f"{module}.{name}" in str(refusal(path))
     assert not (tmp_path / "CANARY").exists()
 
@@ -266,11 +274,19 @@ def test_pointers_that_leave_the_directory_are_not_followed(name: str, text: str
         ("megatron", "metadata.json"),
         ("zero", "mp_rank_00_model_states.pt"),
         ("universal", "zero/optimizer_state.pt"),
+        ("nanotron", "checkpoint_metadata.json"),
+        ("nanotron", "model/a/model_w_pp-rank-0-of-1_tp-rank-1-of-2.safetensors"),
+        ("nanotron", "optimizer/optimizer_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt"),
+        ("torch_checkpointing", "metadata.pkl"),
+        ("torch_checkpointing", "model_1.safetensors"),
+        ("torch_checkpointing", "c_1.json"),
     ],
 )
 def test_a_terabyte_of_nothing_is_refused_unread(kind: str, name: str, tmp_path: Path) -> None:
     path = tiny(kind, tmp_path)
-    sparse(path / name, P2 if name == ".metadata" else b"PK\3\4", TERABYTE)
+    begin = {".metadata": P2, "metadata.pkl": P2, "c_1.json": b"[", "checkpoint_metadata.json": b"{"}
+    length = (1 << 39).to_bytes(8, "little")  # of a header
+    sparse(path / name, begin.get(name, length if name.endswith(".safetensors") else b"PK\3\4"), TERABYTE)
     refusal(path)
 
 
@@ -287,4 +303,69 @@ def test_a_terabyte_of_nothing_is_refused_unread(kind: str, name: str, tmp_path:
 def test_a_format_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     path = tiny("megatron", tmp_path)
     (path / "metadata.json").write_text(text)
+    refusal(path)
+
+
+WEIGHT = "model/a/model_w_pp-rank-0-of-1_tp-rank-1-of-2.safetensors"
+STATES = "optimizer/optimizer_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        (WEIGHT, "model_w_pp-rank-0-of-1_tp-rank-1-of-999999_exp-rank-0-of-999999.safetensors"),
+        (WEIGHT, "model_w_pp-rank-999998-of-2_tp-rank-1-of-2.safetensors"),
+        (STATES, "optimizer_pp-0-of-999999_tp-1-of-999999_exp-0-of-999999.pt"),
+        (STATES, "optimizer_pp-0-of-1_tp-2-of-2_exp-0-of-1.pt"),
+    ],
+)
+def test_names_that_count_more_ranks_than_there_can_be_are_refused_at_once(
+    file: str, name: str, tmp_path: Path
+) -> None:
+    """Every combination of ranks used to be looked for, a million times a million of them."""
+    path = tiny("nanotron", tmp_path)
+    (path / file).rename((path / file).parent / name)
+    refusal(path)
+
+
+def checkpointing(directory: Path, **changed: Any) -> Path:
+    path = tiny("torch_checkpointing", directory)
+    metadata = pickle.loads((path / "metadata.pkl").read_bytes())
+    (path / "metadata.pkl").write_bytes(pickle.dumps({**metadata, **changed}))
+    return path
+
+
+def test_a_world_of_a_million_ranks_of_many_items_is_refused_at_once(tmp_path: Path) -> None:
+    """The names of the files that each item lacks used to be made before any was missed."""
+    path = checkpointing(tmp_path, world_size=1 << 20, metadata={})
+    for number in range(50):
+        for rank in (0, 1):
+            shutil.copy(path / "step_0.pt", path / f"item{number}_{rank}.pt")
+    with (path / "metadata.pkl").open("ab") as file:
+        file.write(b"rank_to_layout_info")
+    assert "missing" in str(refusal(path))
+
+
+@pytest.mark.parametrize("shared", ["ranks", "global_shape", "mesh_data", "global_offsets"])
+def test_one_long_list_in_very_many_places_is_refused_at_once(shared: str, tmp_path: Path) -> None:
+    """A pickle has it once, and refers to it."""
+    long: Any = tuple(range(100_000))
+    if shared == "global_offsets":
+        long = ((0, 0),) * 100_000
+    path = tiny("torch_checkpointing", tmp_path)
+    metadata = pickle.loads((path / "metadata.pkl").read_bytes())
+    described = metadata["metadata"]["model"]["nested_path_to_metadata"]
+    (group,) = described.pop('["w"]')
+    cut = group["sharding_metadata"]
+    if shared == "global_offsets":
+        data = {**cut["data"], "global_offsets": long, "local_offsets": long, "local_sizes": long}
+        cut = {"type": "default_tensor_v1", "data": data}
+    elif shared != "ranks":
+        inner = {"mesh_spec": {**cut["data"]["mesh_spec"], shared: long}} if shared == "mesh_data" else {shared: long}
+        cut = {**cut, "data": {**cut["data"], **inner}}
+    for number in range(5_000):
+        fresh = {**cut, "data": {**cut["data"], "mesh_spec": dict(cut["data"]["mesh_spec"])}}
+        ranks = {"ranks": long} if shared == "ranks" else {}
+        described[f'["w{number}"]'] = [{**group, "sharding_metadata": fresh, **ranks}]
+    (path / "metadata.pkl").write_bytes(pickle.dumps(metadata))
     refusal(path)

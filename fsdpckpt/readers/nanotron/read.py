@@ -15,6 +15,7 @@ from typing import cast
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, damaged
+from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.safetensors import HeaderTensor, read_header
 from fsdpckpt.formats.torch import TorchArchive, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
@@ -435,6 +436,7 @@ def _range_of(numel: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def _counters(metadata: Entry, sources: Sources) -> Value:
     source = sources.open(metadata.path)
+    check_size(source.nbytes, metadata.path)
     try:
         document = json.loads(source.read(0, source.nbytes))
     except (ValueError, RecursionError):

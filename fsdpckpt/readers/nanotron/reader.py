@@ -8,11 +8,12 @@ rank that holds states of its own (``optimizer.py``). All counts are in the name
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import islice
+from math import prod
 
-from fsdpckpt.errors import SourceIncompleteError
+from fsdpckpt.errors import SourceIncompleteError, damaged
 from fsdpckpt.ir import Section
 from fsdpckpt.readers.nanotron.read import Place, StateFile, WeightFile, read_nanotron
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
@@ -23,6 +24,7 @@ from fsdpckpt.text import plural
 _METADATA = "checkpoint_metadata.json"
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _OTHERS = ("lr_scheduler", "random")  # of each rank, as objects of nanotron's classes
+_MOST_MISSING = 10_000  # files that are named
 _RANK, _RANKS = r"(\d{1,6})", r"of-(\d{1,6})"
 _WEIGHT = re.compile(
     rf"(?P<path>.*/)?model_(?P<name>[^/]+?)(?:_pp-rank-{_RANK}-{_RANKS}_tp-rank-{_RANK}-{_RANKS}"
@@ -74,7 +76,8 @@ def _weights(directory: str, sources: Sources) -> list[WeightFile]:
         if match is None:
             continue
         name = (match["path"] or "").replace("/", ".") + match["name"]
-        pp, _, tp, tp_size, exp, exp_size = (int(each) if each else None for each in match.groups()[2:])
+        pp, pp_size, tp, tp_size, exp, exp_size = (int(each) if each else None for each in match.groups()[2:])
+        _require_counted(entry.path, ((pp, pp_size), (tp, tp_size), (exp, exp_size)))
         if pp is None or tp is None:
             found.append(WeightFile(name, entry.path, None))
             continue
@@ -84,10 +87,10 @@ def _weights(directory: str, sources: Sources) -> list[WeightFile]:
     for name, files in ranks.items():
         tp_size, exp_size = sizes[name]
         first = next(iter(files.values()))
-        for tp, exp in product(range(tp_size), range(exp_size)):
-            if (tp, exp) not in files:
-                changed = re.sub(r"_tp-rank-\d+-", f"_tp-rank-{tp}-", first)
-                missing.append(f"{_MODEL}/" + re.sub(r"_exp-rank-\d+-", f"_exp-rank-{exp}-", changed))
+        absent = (each for each in _places(tp_size, exp_size) if each not in files)
+        for tp, exp in islice(absent, _MOST_MISSING - len(missing)):
+            changed = re.sub(r"_tp-rank-\d+-", f"_tp-rank-{tp}-", first)
+            missing.append(f"{_MODEL}/" + re.sub(r"_exp-rank-\d+-", f"_exp-rank-{exp}-", changed))
     _require_none_missing(directory, missing)
     return found
 
@@ -105,18 +108,19 @@ def _states(directory: str, sources: Sources) -> list[StateFile]:
         if match is None:
             continue
         pp, pp_size, dp, dp_size, tp, tp_size, exp, exp_size = (int(each) if each else None for each in match.groups())
+        _require_counted(file.path, ((pp, pp_size), (dp, dp_size), (tp, tp_size), (exp, exp_size)))
         zero = zero or dp is not None
         sizes.add((pp_size or 1, dp_size or 1, tp_size or 1, exp_size or 1))
         found.append(StateFile(file.path, Place(pp or 0, tp or 0, exp or 0), dp, dp_size or 1))
     have = {(file.place.pp, file.dp or 0, file.place.tp, file.place.exp or 0) for file in found}
     missing: list[str] = []
     for pp_size, dp_size, tp_size, exp_size in sorted(sizes):
-        for pp, dp, tp, exp in product(range(pp_size), range(dp_size), range(tp_size), range(exp_size)):
-            if (pp, dp, tp, exp) not in have:
-                of_dp = f"_dp-{dp}-of-{dp_size}" if zero else ""
-                missing.append(
-                    f"{_OPTIMIZER}/optimizer_pp-{pp}-of-{pp_size}{of_dp}_tp-{tp}-of-{tp_size}_exp-{exp}-of-{exp_size}.pt"
-                )
+        absent = (each for each in _places(pp_size, dp_size, tp_size, exp_size) if each not in have)
+        for pp, dp, tp, exp in islice(absent, _MOST_MISSING - len(missing)):
+            of_dp = f"_dp-{dp}-of-{dp_size}" if zero else ""
+            missing.append(
+                f"{_OPTIMIZER}/optimizer_pp-{pp}-of-{pp_size}{of_dp}_tp-{tp}-of-{tp_size}_exp-{exp}-of-{exp_size}.pt"
+            )
     _require_none_missing(directory, missing)
     if len(sizes) > 1:
         raise SourceIncompleteError(
@@ -129,11 +133,35 @@ def _states(directory: str, sources: Sources) -> list[StateFile]:
     return found
 
 
+def _places(*sizes: int) -> Iterator[tuple[int, ...]]:
+    """Every combination of ranks. One at a time: a name may count more of them than there is memory for."""
+    for number in range(prod(sizes)):
+        place, rest = [], number
+        for size in reversed(sizes):
+            rest, rank = divmod(rest, size)
+            place.append(rank)
+        yield tuple(reversed(place))
+
+
+def _require_counted(path: str, ranks: Sequence[tuple[int | None, int | None]]) -> None:
+    """Raises SourceCorruptError for a rank that is not below the number of ranks beside it in the file's name."""
+    for rank, count in ranks:
+        if rank is not None and count is not None and rank >= count:
+            raise damaged(
+                path,
+                "its name contradicts itself",
+                expected=f"a rank below {count}",
+                found=str(rank),
+                why="the file was renamed",
+            )
+
+
 def _require_none_missing(directory: str, missing: list[str]) -> None:
     if missing:
         verb = "is" if len(missing) == 1 else "are"
+        least = "at least " if len(missing) == _MOST_MISSING else ""
         raise SourceIncompleteError(
-            f"{directory}: {plural(len(missing), 'file')} that the names of others count {verb} missing",
+            f"{directory}: {least}{plural(len(missing), 'file')} that the names of others count {verb} missing",
             details=missing,
             files=missing,
             file=f"{directory}/{missing[0]}",

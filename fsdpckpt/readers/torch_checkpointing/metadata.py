@@ -71,6 +71,33 @@ class AsBoxes:
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
 
 
+class CutByRank:
+    """How each rank's part of one tensor is cut, as a mapping by rank. Ranks that share a description share its set.
+
+    A job of thousands of ranks describes most of its thousands of tensors for all ranks at once.
+    """
+
+    def __init__(self) -> None:
+        self._single: dict[int, OnMesh | AsBoxes] = {}
+        self._groups: list[tuple[frozenset[int], OnMesh | AsBoxes]] = []
+        self.cuts: list[OnMesh | AsBoxes] = []
+
+    def add(self, ranks: frozenset[int], cut: OnMesh | AsBoxes) -> None:
+        self.cuts.append(cut)
+        if len(ranks) > _FEW_RANKS:
+            self._groups.append((ranks, cut))
+        else:
+            self._single.update(dict.fromkeys(ranks, cut))
+
+    def of(self, rank: int) -> OnMesh | AsBoxes | None:
+        found = self._single.get(rank)
+        return found or next((cut for ranks, cut in self._groups if rank in ranks), None)
+
+
+_FEW_RANKS = 64
+_NUMBERS_A_BYTE = 4  # described by ``metadata.pkl``, at most; a real one has less than one
+
+
 @dataclass(frozen=True, slots=True)
 class ItemFile:
     """Where a rank's part of an item is: ``path`` below the checkpoint, and how it is serialised."""
@@ -85,7 +112,7 @@ class Item:
 
     name: str
     files: Mapping[int, ItemFile]
-    tensors: Mapping[tuple[Key, ...], Mapping[int, OnMesh | AsBoxes]]
+    tensors: Mapping[tuple[Key, ...], CutByRank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +137,20 @@ def find_metadata(file: Entry | None, sources: Sources) -> Metadata | None:
     content = load(data, file=file.path)
     if not isinstance(content, dict) or not content.keys() >= _KEYS:
         return None
-    return _Parser(file.path).parse(content)
+    return _Parser(file.path, _NUMBERS_A_BYTE * file.nbytes).parse(content)
 
 
 class _Parser:
-    """``path``: of ``metadata.pkl``, for messages."""
+    """``path``: of ``metadata.pkl``, for messages. ``most``: how many numbers it may describe: a pickle may list one
+    sequence in many places.
+    """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, most: int) -> None:
         self._path = path
+        self._left = most
         self._meshes: dict[int, MeshSpec] = {}  # the pickle shares the dict of one mesh among all tensors
         self._placements: dict[tuple[Placement, ...], tuple[Placement, ...]] = {}
+        self._ranks: dict[int, frozenset[int]] = {}  # as of the meshes
 
     def parse(self, content: Mapping[Key, Value]) -> Metadata:
         version = content.get("version", "1.0")
@@ -171,23 +202,31 @@ class _Parser:
             files[rank] = self._file(name, rank, layout)
         if len(files) != world_size:
             self._damaged(f"{name}: the files", f"one of each of {world_size} ranks", len(files))
-        tensors: dict[tuple[Key, ...], dict[int, OnMesh | AsBoxes]] = {}
+        tensors: dict[tuple[Key, ...], CutByRank] = {}
         for text, groups in self._dict(item.get("nested_path_to_metadata"), f"{name}: the tensors").items():
             nested = self._path_of(text)
             key = ".".join(map(str, (name, *nested)))
-            of_ranks = tensors[nested] = {}
+            of_ranks = tensors[nested] = CutByRank()
             if not isinstance(groups, (list, tuple)):
                 self._damaged(key, "a list", groups)
             for group in groups:
                 described = self._dict(group, key)
                 cut = self._sharding(self._dict(described.get("sharding_metadata"), key), key)
-                ranks = as_int_tuple(described.get("ranks"))
-                if ranks is None or not all(0 <= rank < world_size for rank in ranks):
-                    self._damaged(f"{key}: the ranks", f"below {world_size}", described.get("ranks"))
-                of_ranks.update(dict.fromkeys(ranks, cut))
-            if len({(cut.dtype, cut.shape) for cut in of_ranks.values()}) != 1:
-                self._damaged(key, "one dtype and shape", [str(cut.shape) for cut in of_ranks.values()])
+                of_ranks.add(self._some_ranks(described.get("ranks"), world_size, key), cut)
+            if len({(cut.dtype, cut.shape) for cut in of_ranks.cuts}) != 1:
+                self._damaged(key, "one dtype and shape", [str(cut.shape) for cut in of_ranks.cuts])
         return Item(name, files, tensors)
+
+    def _some_ranks(self, written: Value, world_size: int, key: str) -> frozenset[int]:
+        known = self._ranks.get(id(written))
+        if known is not None:
+            return known
+        self._count(written)
+        ranks = as_int_tuple(written)
+        if not ranks or not all(0 <= rank < world_size for rank in ranks):
+            self._damaged(f"{key}: the ranks", f"some below {world_size}", written)
+        found = self._ranks[id(written)] = frozenset(ranks)
+        return found
 
     def _file(self, item: str, rank: int, layout: Value) -> ItemFile:
         if layout is None:
@@ -280,6 +319,7 @@ class _Parser:
         columns = []
         for name in ("global_offsets", "local_offsets", "local_sizes"):
             column = data.get(name)
+            self._count(column)
             rows = column if isinstance(column, (list, tuple)) else ()
             columns.append([self._sizes(row, f"{key}: {name}") for row in rows])
         if len({len(column) for column in columns}) != 1:
@@ -302,10 +342,17 @@ class _Parser:
         return tuple(path)
 
     def _sizes(self, value: Value, what: str) -> tuple[int, ...]:
+        self._count(value)
         sizes = as_int_tuple(value)
         if sizes is None or any(not 0 <= size < 1 << 62 for size in sizes):
             self._damaged(what, "numbers from 0", value)
         return sizes
+
+    def _count(self, value: Value) -> None:
+        """Raises SourceCorruptError if the file describes more numbers than one of its length does."""
+        self._left -= len(value) if isinstance(value, (list, tuple)) else 0
+        if self._left < 0:
+            self._damaged("how much it describes", "less for a file of its length", "one list in very many places")
 
     def _dict(self, value: Value, what: str) -> dict[Key, Value]:
         if not isinstance(value, dict):

@@ -12,7 +12,7 @@ from math import prod
 from operator import mul
 from typing import NoReturn, cast
 
-from fsdpckpt.errors import SourceCorruptError, damaged
+from fsdpckpt.errors import InternalError, SourceCorruptError, damaged
 from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.safetensors import HeaderTensor, read_header
 from fsdpckpt.formats.torch import TorchArchive
@@ -162,7 +162,7 @@ def _paths_of(item: Item, rank: int, tensors: Mapping[str, HeaderTensor], file: 
     """
     by_key: dict[str, list[tuple[Key, ...]]] = {}
     for path, of_ranks in item.tensors.items():
-        if rank in of_ranks:
+        if of_ranks.of(rank) is not None:
             by_key.setdefault(".".join(map(str, path)), []).append(path)
     unknown = [key for key in tensors if len(by_key.get(key, ())) != 1]
     missing = [key for key in by_key if key not in tensors]
@@ -182,7 +182,9 @@ def _leaf(
     item: Item, path: tuple[Key, ...], rank: int, tensor: HeaderTensor, parser: DistributedParser, file: str
 ) -> Distributed | StoredTensor:
     """The rank's part of the tensor at ``path``."""
-    cut = item.tensors[path][rank]
+    cut = item.tensors[path].of(rank)
+    if cut is None:  # ``_paths_of`` has found it
+        raise InternalError(f"{file}: nothing describes the part of rank {rank} of {dotted(path)}")
     stride = contiguous_stride(tensor.shape)
     local = StoredTensor(tensor.dtype, tensor.shape, stride, tensor.offset)
     key = dotted((item.name, *path))
@@ -284,7 +286,7 @@ def _contradictions(directory: str, item: Item, root: Value) -> list[Problem]:
     section = section_of_name(item.name)
     problems: list[Problem] = []
     for path, of_ranks in item.tensors.items():
-        described = next(iter(of_ranks.values()))
+        described = of_ranks.cuts[0]
         leaf = find_value(root, path)
         key = dotted((item.name, *path))
         what = _difference(described, leaf)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir import Section
@@ -26,6 +27,7 @@ from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 
+_MOST_MISSING = 10_000  # files that are named
 _DEFAULT = re.compile(r"^(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt$")
 
 
@@ -144,12 +146,19 @@ def _other_items(files: Mapping[str, Entry], metadata: Metadata) -> list[Item]:
         match = _DEFAULT.match(name)
         if match is not None and name not in claimed and int(match["rank"]) < metadata.world_size:
             by_item.setdefault(match["item"], {})[int(match["rank"])] = ItemFile(name, TORCH)
-    items = [Item(name, of_ranks, {}) for name, of_ranks in sorted(by_item.items())]
-    return [_of_all_ranks(item, metadata.world_size) for item in items]
+    items: list[Item] = []
+    most = _MOST_MISSING
+    for name, of_ranks in sorted(by_item.items()):
+        item = _of_all_ranks(Item(name, of_ranks, {}), metadata.world_size, most)
+        most -= len(item.files) - len(of_ranks)
+        items.append(item)
+    return items
 
 
-def _of_all_ranks(item: Item, world_size: int) -> Item:
-    """``item`` with the names of the files that it lacks, unless one rank alone saved it."""
-    ranks = range(world_size) if len(item.files) > 1 else item.files
-    named = {rank: item.files.get(rank, ItemFile(default_file(item.name, rank), TORCH)) for rank in ranks}
-    return replace(item, files=named)
+def _of_all_ranks(item: Item, world_size: int, most: int) -> Item:
+    """``item`` with the names of the files that it lacks, ``most`` of them, unless one rank alone saved it."""
+    if len(item.files) == 1:
+        return item
+    lacking = islice((rank for rank in range(world_size) if rank not in item.files), most)
+    named = {**item.files, **{rank: ItemFile(default_file(item.name, rank), TORCH) for rank in lacking}}
+    return replace(item, files=dict(sorted(named.items())))
