@@ -34,7 +34,12 @@ VEOMNI = Flavor(
     model_files="hf_ckpt/",
     schedules=(("lr_scheduler",),),
     training_files=(r"^extra_state(/|$)",),
-    needed=(("extra_state", "stops: each rank opens extra_state/extra_state_rank_N.pt"),),
+    needed=(
+        (
+            "extra_state",
+            "stops: each rank opens extra_state/extra_state_rank_N.pt (copy it from a run on as many ranks)",
+        ),
+    ),
     loads="train.checkpoint.load_path = {target}",
 )
 
@@ -148,8 +153,8 @@ AUTOMODEL = Flavor(
     training_files=(r"^step_scheduler\.pt$", r"^(rng|dataloader)(/|$)"),
     needed=(
         ("step_scheduler.pt", "stops (copy the file from a run with the same recipe, and set step and epoch in it)"),
-        ("rng", "stops: each rank opens rng/rng_global_rank_N.pt"),
-        ("dataloader", "stops: each data-parallel rank opens dataloader/dataloader_dp_rank_N.pt"),
+        ("rng", "stops: each rank opens rng/rng_global_rank_N.pt (copy the directory from a run on as many ranks)"),
+        ("dataloader", "stops: each data-parallel rank opens dataloader/dataloader_dp_rank_N.pt (copy it, too)"),
     ),
     needed_extras=_SCHEDULE_OF_ITS_OWN,
     loads="checkpoint.restore_from = {target}",

@@ -186,10 +186,9 @@ def test_lightnings_step_is_the_one_that_the_source_records(
     torch.save(content, tmp_path / "full.pt")
     report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor=flavor, to="sharded", buffers="none")
     assert torch.load(tmp_path / "out/meta.pt")["global_step"] == steps
-    warnings = [note.message for note in report.notes if note.warning]
-    assert warnings == [
-        f"the target has no loops: {flavor} counts epochs and steps from 0: set max_epochs or max_steps to what is left"
-    ]
+    schedule, loops = (note.message for note in report.notes if note.warning)
+    assert schedule.startswith(f"the target has no LR schedule that {flavor} reads: it begins anew")
+    assert loops.startswith(f"the target has no loops: {flavor} counts epochs and steps from 0: set max_epochs")
 
 
 def test_a_step_that_nothing_records_is_zero_with_a_warning(tmp_path: Path) -> None:
@@ -205,3 +204,15 @@ def test_a_step_that_nothing_records_is_zero_with_a_warning(tmp_path: Path) -> N
     torch.save(meta, tmp_path / "out/meta.pt")
     resumption = fsdpckpt.verify(tmp_path / "out", flavor="lightning").resumption
     assert resumption is not None and any("no global_step" in reason for reason in resumption.missing)
+
+
+@pytest.mark.parametrize("flavor", ["verl", "deepspeed-universal", "lightning"])
+def test_a_schedule_that_begins_anew_is_a_warning_and_one_that_is_kept_is_none(flavor: str, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2, 2)}, "optimizer": _adam(3)}
+    options = {"flavor": flavor, "key_type": "name"} if flavor == "lightning" else {"flavor": flavor}
+    options |= {} if flavor == "deepspeed-universal" else {"world_size": 2, "to": "sharded", "buffers": "none"}
+    torch.save(state, tmp_path / "without.pt")
+    report = fsdpckpt.convert(tmp_path / "without.pt", tmp_path / "without", **options)  # type: ignore[arg-type]
+    assert [each for each in report.warnings if f"no LR schedule that {flavor} reads" in each]
+    again = fsdpckpt.convert(tmp_path / "without", tmp_path / "again", flavor=flavor)
+    assert not [each for each in again.warnings if "LR schedule that" in each], "the source had it so"

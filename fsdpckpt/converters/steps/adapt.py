@@ -335,7 +335,19 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         notes.append(Note("inferred", message))
         for key, value in defaults:
             extra = with_extra(extra, key, value)
+        if any(key in _schedule_keys(flavor, form) for key, _ in defaults):
+            message = (
+                f"{_TARGET_HAS}no LR schedule that {flavor.name} reads: it begins anew, so set warmup and length to "
+                "what is left of it"
+            )
+            notes.append(Note("resumption", message, warning=True))
     return replace(checkpoint, extra=extra).noted(*notes)
+
+
+def _schedule_keys(flavor: Flavor, form: Form) -> set[str]:
+    """The extras in which the framework keeps its LR schedule."""
+    own = {form.schedule[0]} if form.schedule is not None else set()
+    return own | {str(path[0]) for path in flavor.schedules}
 
 
 def with_extra(extra: dict[Key, Value], name: str, value: Value) -> dict[Key, Value]:
