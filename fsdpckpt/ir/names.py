@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import takewhile
 
 from fsdpckpt import flags
@@ -92,66 +93,6 @@ def sorted_by_a_tool(names: Sequence[str]) -> bool:
     return numbered and natural != sorted(natural)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceNames:
-    """The names that a source gives its parameters, by the name without wrapper prefixes, for each section.
-
-    ``metadata``: the model's, without such prefixes and as it is in the source. ``leading``: the prefix of all names
-    that ``model`` does not list. ``adapters``: the names in the optimizer, by the model's, of parameters whose name in
-    the model lacks that of the adapter: no option takes it away, because the live model has it. ``optim_leading``: what
-    all names in the optimizer have before those here; None if they differ in that, or there are none.
-    """
-
-    model: Mapping[str, str] = field(default_factory=dict)
-    optim: Mapping[str, str] = field(default_factory=dict)
-    metadata: tuple[Value, Value] = (None, None)
-    leading: str = ""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    optim_leading: str | None = None
-
-    @property
-    def wrapped(self) -> bool:
-        """Whether any name has the prefix of a wrapper."""
-        names = (self.model, self.optim)
-        return bool(self.leading) or any(wrapped != name for each in names for name, wrapped in each.items())
-
-    def of_model(self, name: str) -> str:
-        return self.model.get(name, self.leading + name)
-
-    def of_optimizer(self, name: str) -> str:
-        """The name that the optimizer gives a parameter, or would give one that it did not have: the model's if the
-        optimizer is keyed by id.
-        """
-        if name in self.optim:
-            return self.optim[name]
-        return self.of_model(name) if self.optim_leading is None else self.optim_leading + name
-
-    def put_back_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
-        """``checkpoint`` with the names of the source in place of those without wrapper prefixes."""
-        model, optim = checkpoint.model, checkpoint.optim
-        if model is not None:
-            cleaned, in_source = self.metadata
-            metadata = in_source if model.metadata is cleaned else model.metadata
-            model = ModelState({self.of_model(name): leaf for name, leaf in model.params.items()}, metadata)
-        if optim is not None:
-            optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
-        return replace(checkpoint, model=model, optim=optim)
-
-    def report_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
-        """``checkpoint`` with a note that lists the names that lost a prefix."""
-        optim = checkpoint.optim
-        if optim is not None and self.adapters:
-            checkpoint = replace(checkpoint, optim=_renamed(optim, self.adapters))
-        in_optim = {self.adapters.get(name, name): wrapped for name, wrapped in self.optim.items()}
-        pairs = [(wrapped, name) for names in (self.model, in_optim) for name, wrapped in names.items()]
-        listed = list(dict.fromkeys(f"{wrapped} -> {name}" for wrapped, name in pairs if wrapped != name))
-        if not listed:
-            return checkpoint
-        message = f"{plural(len(listed), 'key')} lost the prefixes of wrapper modules: {some_of(listed, _MAX_NAMED)}"
-        note = Note("normalised", message, keys=tuple(listed))
-        return checkpoint.noted(note)
-
-
 def leading_wrapper(names: Iterable[str]) -> str:
     """``_orig_mod.`` if all of ``names`` begin with it: those of a compiled model, whose flat parameters do too."""
     names = list(names)
@@ -230,18 +171,21 @@ def leads(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(lead for lead in found if lead)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: its views are made once
 class RowNames:
-    """The name of each parameter's row, by the names that the model and the optimizer give it. ``live``: as the
-    optimizer's, with the adapter's name, which the live model has.
+    """The name of each parameter's row, by the names that the model and the optimizer of the source give it. ``live``:
+    as the optimizer's, with the adapter's name, which the live model has: no option takes it away.
+
+    ``leading``: the prefix of all names in the model that have none of their own: those that a units file gives slices.
     """
 
-    model: Mapping[str, str]
-    optim: Mapping[str, str]
-    live: Mapping[str, str]
+    model: Mapping[str, str] = field(default_factory=dict)
+    optim: Mapping[str, str] = field(default_factory=dict)
+    live: Mapping[str, str] = field(default_factory=dict)
+    leading: str = ""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> RowNames:
+    def of(cls, checkpoint: Checkpoint, leading: str = "") -> RowNames:
         in_model = {name: clean(name) for name in checkpoint.model.params} if checkpoint.model is not None else {}
         in_optim = {name: clean(name) for name in _names(checkpoint.optim)}
         live = in_optim
@@ -250,7 +194,74 @@ class RowNames:
             in_model = _without_module(in_model, by_section[1].values())
             live = _without_module(in_optim, by_section[0].values())
             in_optim = dict(zip(live, without_adapter(live.values(), in_model.values()), strict=True))
-        return cls(in_model, in_optim, live)
+        return cls(in_model, in_optim, live, leading)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every key is the name of its row."""
+        return all(key == row for names in (self.model, self.optim) for key, row in names.items())
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether any name has the prefix of a wrapper."""
+        return bool(self.leading) or not self.plain
+
+    def of_model(self, row: str) -> str:
+        """The name that the model gives a parameter."""
+        key = self._in_model.get(row, row)
+        return key if key != row else self.leading + row
+
+    def of_optimizer(self, row: str) -> str:
+        """The name that the optimizer gives a parameter, or would give one that it did not have: the model's if the
+        optimizer is keyed by id.
+        """
+        if self.plain:
+            return self.leading + row
+        if row in self._in_optim:
+            return self._in_optim[row]
+        return self.of_model(row) if self._optim_leading is None else self._optim_leading + row
+
+    @cached_property
+    def _in_model(self) -> Mapping[str, str]:
+        return {row: key for key, row in self.model.items()}
+
+    @cached_property
+    def _in_optim(self) -> Mapping[str, str]:
+        return {row: key for key, row in self.optim.items()}
+
+    @cached_property
+    def _optim_leading(self) -> str | None:
+        """What all names in the optimizer have before those of their rows; None if they differ in that, or there are
+        none.
+        """
+        found = {key.removesuffix(row) if key.endswith(row) else None for key, row in self.optim.items()}
+        return found.pop() if len(found) == 1 else None
+
+    def put_back_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
+        """``checkpoint``, keyed by the names of rows, with the names of the source."""
+        model, optim = checkpoint.model, checkpoint.optim
+        if model is not None:
+            model = replace(model, params={self.of_model(name): leaf for name, leaf in model.params.items()})
+        if optim is not None:
+            optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
+        return replace(checkpoint, model=model, optim=optim)
+
+    def report_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
+        """``checkpoint``, keyed by the names of rows, with those of the live model, and with a note that lists the
+        names that lost a prefix.
+        """
+        model, optim = checkpoint.model, checkpoint.optim
+        if model is not None and any(key != row for key, row in self.model.items()):
+            model = replace(model, metadata=_metadata(model.metadata))
+        if optim is not None:
+            optim = _renamed(optim, {row: self.live[key] for key, row in self.optim.items()})
+        listed = [f"{key} -> {name}" for names in (self.model, self.live) for key, name in names.items() if key != name]
+        checkpoint = replace(checkpoint, model=model, optim=optim)
+        if not listed:
+            return checkpoint
+        lost = list(dict.fromkeys(listed))
+        message = f"{plural(len(lost), 'key')} lost the prefixes of wrapper modules: {some_of(lost, _MAX_NAMED)}"
+        return checkpoint.noted(Note("normalised", message, keys=tuple(lost)))
 
     def spellings(self, leads: Iterable[str] = ()) -> list[list[str]]:
         """Of each parameter that may be spelled in several ways, its keys, then all others, which need be no keys: with
@@ -288,40 +299,32 @@ def leading_wrappers(name: str) -> str:
     return "".join(f"{word}." for word in words)
 
 
-def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()) -> tuple[Checkpoint, SourceNames]:
-    """Remove the prefixes of wrappers from model and optimizer keys. Also returns the names in the source.
+def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] = ()) -> tuple[Checkpoint, RowNames]:
+    """``checkpoint`` with the names of rows as the keys of model and optimizer. Also returns the names in the source.
 
     FSDP1's wrappers are not part of the names in a state dict, and ``FSDP.optim_state_dict`` drops them. So the names
     of an optimizer that is keyed by ``named_parameters()`` lose them for good, unless the names in the model, ``like``,
-    have them. ``param_names`` in groups are not keys and stay as they are. ``leading``: see ``SourceNames``. Raises
-    SourceUnsupportedError if two keys of one section would become one.
+    have them. ``param_names`` in groups and the model's metadata are no keys and stay as they are. ``leading``: see
+    ``RowNames``. Raises SourceUnsupportedError if two keys of one section would become one.
     """
     model, optim = checkpoint.model, checkpoint.optim
-    rows = RowNames.of(checkpoint)
-    in_model, in_optim = rows.model, rows.optim
-    if not any(old != new for names in (in_model, in_optim) for old, new in names.items()):
-        return checkpoint, SourceNames(leading=leading)
-    _refuse_collisions(checkpoint, in_model, "model")
-    _refuse_collisions(checkpoint, in_optim, "optim")
-    metadata: tuple[Value, Value] = (None, None)
-    if model is not None and any(old != new for old, new in in_model.items()):
-        params = {in_model[name]: leaf for name, leaf in model.params.items()}
-        metadata = (_metadata(model.metadata), model.metadata)
-        model = ModelState(params, metadata[0])
+    rows = RowNames.of(checkpoint, leading)
+    if rows.plain:
+        return checkpoint, rows
+    _refuse_collisions(checkpoint, rows.model, "model")
+    _refuse_collisions(checkpoint, rows.optim, "optim")
+    if model is not None:
+        model = replace(model, params={rows.model[name]: leaf for name, leaf in model.params.items()})
     if optim is not None:
-        optim = _renamed(optim, in_optim)
-    of_model, of_optim = ({new: old for old, new in names.items()} for names in (in_model, in_optim))
+        optim = _renamed(optim, rows.optim)
     notes: list[Note] = []
-    lost = [] if any(map(_in_fsdp, like)) else [wrapped for wrapped in of_optim.values() if _in_fsdp(wrapped)]
+    lost = [] if any(map(_in_fsdp, like)) else [key for key in rows.optim if _in_fsdp(key)]
     if lost:
-        of_optim = {name: without_fsdp(wrapped) for name, wrapped in of_optim.items()}
+        in_optim, live = ({without_fsdp(key): row for key, row in names.items()} for names in (rows.optim, rows.live))
+        rows = replace(rows, optim=in_optim, live=live)
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes.append(Note("normalised", message, keys=tuple(lost)))
-    adapters = {new: rows.live[old] for old, new in in_optim.items() if rows.live[old] != new}
-    leads = {wrapped.removesuffix(name) if wrapped.endswith(name) else None for name, wrapped in of_optim.items()}
-    optim_leading = leads.pop() if len(leads) == 1 else None
-    names = SourceNames(of_model, of_optim, metadata, leading, adapters, optim_leading)
-    return replace(checkpoint, model=model, optim=optim).noted(*notes), names
+    return replace(checkpoint, model=model, optim=optim).noted(*notes), rows
 
 
 def rename_shared_states(checkpoint: Checkpoint, units: Units) -> Checkpoint:

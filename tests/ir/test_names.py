@@ -54,10 +54,11 @@ def test_a_compiled_model_and_its_uncompiled_optimizer_come_together_and_get_the
     source = _checkpoint(["_orig_mod.l.w", "_orig_mod.b"], ["l.w", "b"], {"_orig_mod.l": {"version": 1}})
     found, names = normalise(source)
     assert list(found.model.params) == ["l.w", "b"] == list(found.optim.state)
-    assert found.model.metadata == {"l": {"version": 1}} and found.notes == ()
+    assert found.notes == ()
     assert names.put_back_wrappers(found) == source
     noted = names.report_wrappers(found)
-    assert (noted.model, noted.optim) == (found.model, found.optim)
+    assert (noted.model.params, noted.optim) == (found.model.params, found.optim)
+    assert noted.model.metadata == {"l": {"version": 1}}
     assert noted.notes[-1].kind == "normalised"
     assert noted.notes[-1].keys == ("_orig_mod.l.w -> l.w", "_orig_mod.b -> b")
 
@@ -76,6 +77,12 @@ def test_names_out_of_flat_parameters_of_a_compiled_model_begin_as_those_do() ->
     found, names = normalise(_checkpoint(["l.w"], ["l.w"]), leading="_orig_mod.")
     restored = names.put_back_wrappers(found)
     assert list(restored.model.params) == ["_orig_mod.l.w"] == list(restored.optim.state)
+
+
+def test_a_buffer_of_a_compiled_model_and_what_comes_out_of_its_flat_parameters_begin_alike() -> None:
+    found, names = normalise(_checkpoint(["l.w", "_orig_mod.l.buffer"], None), leading="_orig_mod.")
+    assert list(found.model.params) == ["l.w", "l.buffer"]
+    assert list(names.put_back_wrappers(found).model.params) == ["_orig_mod.l.w", "_orig_mod.l.buffer"]
 
 
 def test_fsdp_s_own_prefixes_stay_in_the_optimizer_only_where_the_model_has_them() -> None:
@@ -130,9 +137,10 @@ def test_two_keys_that_would_become_one_are_refused_with_both_names() -> None:
 
 def test_module_versions_follow_the_keys() -> None:
     metadata = OrderedDict({"": {"version": 1}, "_orig_mod": {"version": 7}, "_orig_mod.bn": {"version": 2}})
-    found, _ = normalise(_checkpoint(["_orig_mod.bn.w"], None, metadata))
-    assert found.model.metadata == {"": {"version": 7}, "bn": {"version": 2}}
-    assert isinstance(found.model.metadata, OrderedDict)
+    found, names = normalise(_checkpoint(["_orig_mod.bn.w"], None, metadata))
+    cleaned = names.report_wrappers(found).model.metadata
+    assert cleaned == {"": {"version": 7}, "bn": {"version": 2}} and isinstance(cleaned, OrderedDict)
+    assert names.put_back_wrappers(found).model.metadata is metadata
 
 
 def test_ids_and_entries_of_a_user_pass_untouched() -> None:

@@ -11,7 +11,7 @@ from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
-from fsdpckpt.ir.names import SourceNames
+from fsdpckpt.ir.names import RowNames
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources
@@ -33,7 +33,7 @@ class Draft:
     side_files: Mapping[str, Tensor] = field(default_factory=dict)  # to copy beside the checkpoint, by target name
     source_units: ResolvedUnits | None = None  # of a flattened source: what its slices were named by
     id_units: Units | None = None  # those that map ids to parameters: the source's, or those of ``--units``
-    source_names: SourceNames = field(default_factory=SourceNames)  # before the prefixes of wrappers were removed
+    source_names: RowNames = field(default_factory=RowNames)  # before the prefixes of wrappers were removed
     buffers_needed: bool = False  # whether ``--buffers`` had to say which tensors may differ between ranks
     changes: NameChanges | None = None  # what is selected, and the new names; known once keys are selected
     renamed: bool = False  # whether the names are those that will be written
