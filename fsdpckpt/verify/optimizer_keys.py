@@ -15,11 +15,12 @@ from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, to_copy
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
-from fsdpckpt.ir.names import clean, keeps_order
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.transform.id_order import listed_order
+from fsdpckpt.transform.listings import model_names
 from fsdpckpt.transform.model_positions import counts_over_model
 from fsdpckpt.transform.rekey import apply_key_type
 
@@ -207,8 +208,10 @@ def _pair_keys(
 
 def _model_order(checkpoint: Checkpoint) -> dict[ParamKey, int]:
     """The position of each name in the model of the checkpoint that uses ids; empty if it keeps no order."""
-    names = list(checkpoint.model.params) if checkpoint.model is not None else []
-    return {name: at for at, name in enumerate(names)} if keeps_order(checkpoint, names) else {}
+    listed = model_names(checkpoint, "the model section")
+    if checkpoint.model is None or listed is None or not listed.ordered:
+        return {}
+    return {name: at for at, name in enumerate(checkpoint.model.params)}
 
 
 def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:

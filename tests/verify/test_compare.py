@@ -204,6 +204,24 @@ def test_ids_and_names_are_matched_through_the_order_of_the_groups(tmp_path: Pat
     assert difference(ids, names).same
 
 
+def model_of(ids: Checkpoint, names: str) -> ModelState:
+    """The model of an optimizer that is keyed by id."""
+    states = ids.optim.state if ids.optim is not None else {}
+    return ModelState({name: states[number]["exp_avg"] for number, name in enumerate(names)})
+
+
+def test_a_model_in_an_order_that_no_module_has_says_nothing_of_ids(tmp_path: Path) -> None:
+    """As a script wrote it: the optimizer's own list counts."""
+    order = ["l.a.w", "l.b.w", "m.w"]
+    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
+    names = optimizer(tmp_path / "names", order, [order])
+    listed = [*order[::2], order[1]]  # of l, of m, and of l again
+    ids.model = ModelState({name: model_of(ids, "abc").params["abc"[order.index(name)]] for name in listed})
+    result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in (ids, names)))
+    assert [entry for entry in result.entries if entry.section is Section.OPTIM and entry.sigil != "="] == []
+    assert "the order of the param groups" in result.notes[0]
+
+
 def test_ids_are_matched_in_the_models_order_where_the_groups_list_names_in_another(tmp_path: Path) -> None:
     ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
     names = optimizer(tmp_path / "names", ["a", "b", "c"], [["a", "b", "c"]])
@@ -212,7 +230,7 @@ def test_ids_are_matched_in_the_models_order_where_the_groups_list_names_in_anot
     names.optim = with_setting(names.optim, 0, params=["c", "a", "b"])
     with pytest.raises(NeedsInformationError):
         difference(names, ids)
-    ids.model = ModelState(dict.fromkeys("abc"))  # its names, in the order that ids count in
+    ids.model = model_of(ids, "abc")  # its names, in the order that ids count in
     for pair in ((names, ids), (ids, names)):
         result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in pair))
         assert {entry.key: entry.sigil for entry in result.entries if entry.section is Section.OPTIM}.items() >= {
@@ -226,7 +244,7 @@ def test_ids_are_matched_in_the_order_in_which_both_sides_have_states_of_the_sam
     """The states of a frozen parameter, which has none, fit every order: FSDP sorts names, ids count in the model's."""
     ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
     names = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a", "b"]])
-    ids.model = ModelState(dict.fromkeys("cab"))
+    ids.model = model_of(ids, "cab")
     assert ids.optim is not None
     assert names.optim is not None
     assert names.optim.param_groups is not None
