@@ -22,7 +22,17 @@ from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, MemberNumber, Optimizer, ParamGroup, ParamKey, renumbered
+from fsdpckpt.ir.optimizer import (
+    PARAM_NAMES,
+    PARAMS,
+    MemberNumber,
+    Optimizer,
+    OwnValue,
+    ParamGroup,
+    ParamKey,
+    StatesOrValue,
+    renumbered,
+)
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.quantized import Role, StatePart, parts_with, quantized_parts
 from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
@@ -133,10 +143,12 @@ def _read_whole(leaf: Tensor | Value) -> Tensor | Value:
 def _optimizer(optim: Optimizer, match: FlatMatch, world_size: int, notes: list[Note]) -> Optimizer:
     by_key = {unit.key: unit for unit in match.units.units}
     params, units = match.units.params(), match.units.unit_of()
-    state: dict[ParamKey, dict[str, Tensor | Value]] = {}
-    for key, states in optim.state.items():
+    state: dict[ParamKey, StatesOrValue] = {}
+    for key, states in optim.items():
         name = match.keys.get(key)
-        if name is None:
+        if isinstance(states, OwnValue):
+            state[name if name is not None and name in params else key] = states
+        elif name is None:
             state[key] = states
         elif name in by_key:
             state.update(_unit_states(by_key[name], states, match, world_size))
@@ -144,7 +156,9 @@ def _optimizer(optim: Optimizer, match: FlatMatch, world_size: int, notes: list[
             state[name] = _param_states(params[name], units.get(name), states, match, world_size)
     if match.units.use_orig_params:  # FSDP1 cuts the states of whole flat parameters even where it cuts no weights
         for name in (units.keys() - match.units.cut_in_sharded()) & state.keys():
-            state[name] = {item: _as_whole(leaf) for item, leaf in state[name].items()}
+            entry = state[name]
+            if not isinstance(entry, OwnValue):
+                state[name] = {item: _as_whole(leaf) for item, leaf in entry.items()}
     groups = None
     if optim.groups is not None:
         listed = zip(optim.groups, optim.in_groups(), strict=True)

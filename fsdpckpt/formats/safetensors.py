@@ -261,6 +261,10 @@ def model_key(fqn: str, *, sections: bool) -> str:
     return f"model.{fqn}" if sections else fqn
 
 
+OWN_VALUE = ""
+"""The name in the document of a value that a user put into an optimizer's ``state`` in place of states."""
+
+
 def state_key(param: int | str, state: str, *, sections: bool) -> str:
     """The safetensors key of one optimizer state of one parameter."""
     return f"optimizer.state.{param}.{state}" if sections else f"state.{param}.{state}"

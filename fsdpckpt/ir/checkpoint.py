@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.ir.ledger import Evidence, EvidenceKind, Ledger, Note, NoteKind, Problem, ProblemKind
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey
 from fsdpckpt.ir.origin import Manifest, ManifestFile, Origin
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.terms import Container, KeyType, Layout, Section
@@ -280,7 +280,8 @@ class Checkpoint:
             if isinstance(content, ModelState):
                 values.append(content.params.values())
             elif content is not None:
-                values += [states.values() for states in content.state.values()]
+                entries = (entry for _, entry in content.items())
+                values += [[each.value] if isinstance(each, OwnValue) else each.values() for each in entries]
                 values.append([list(content.param_groups or []), content.extra])
         values.append([self.extra, *self.rank_extra])
         for value in chain.from_iterable(values):
@@ -325,8 +326,10 @@ def _model_entries(model: ModelState) -> _Entries:
 
 
 def _optim_entries(optim: Optimizer) -> _Entries:
-    for key, states in optim.state.items():
-        for state, leaf in states.items():
-            yield key, None if state == BARE_VALUE else state, leaf
+    for key, entry in optim.items():
+        if isinstance(entry, OwnValue):
+            yield key, None, entry.value
+        else:
+            yield from ((key, state, leaf) for state, leaf in entry.items())
     groups: Value = list(optim.param_groups or [])
     yield None, None, {"param_groups": groups, **optim.extra}

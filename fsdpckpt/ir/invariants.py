@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, Section
 from fsdpckpt.ir.copies import contradicting_copies
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.files import path_of
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, spans_of
@@ -201,8 +201,8 @@ def state_completeness(optim: Optimizer) -> Iterator[Problem]:
                 if not optim.state.get(key):
                     yield _state_problem(key, f"optim {key}: in param group {number}, but has no optimizer state")
             yield from _uneven_states(number, keys, optim.state)
-    for key, states in optim.state.items():
-        if key not in seen and BARE_VALUE not in states:
+    for key in optim.state:
+        if key not in seen:
             what = f"optim {key}: has state, but is in no param group"
             # Beside names a number is an entry that a user added; among ids it is a parameter that nothing trains.
             yield _state_problem(key, what, fatal=type(key) is int and optim.key_type == "id")

@@ -8,7 +8,7 @@ number. The dicts of ``torch.optim`` (``state``, ``param_groups``) are ways of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -17,16 +17,24 @@ from fsdpckpt.ir import KeyType
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like, with_tensors
 
-BARE_VALUE = ""
-"""The state name of a value that a user put into an optimizer's ``state`` in place of a parameter's states.
-
-TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value, and so do all writers.
-"""
-
 ParamKey: TypeAlias = int | str
 MemberNumber: TypeAlias = int
 States: TypeAlias = dict[str, Tensor | Value]
 """The states of one parameter by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnValue:
+    """A value that a user put into an optimizer's ``state`` in place of a parameter's states.
+
+    TorchRec's keyed optimizers allow it. ``_optim_state_dict`` copies such a value, and so do all writers.
+    """
+
+    value: Tensor | Value
+
+
+StatesOrValue: TypeAlias = States | OwnValue
+"""What ``state`` of a state dict has under one key."""
 
 PARAMS: Final = "params"
 PARAM_NAMES: Final = "param_names"
@@ -80,11 +88,15 @@ class RankMembers:
 
 
 class StateEntry(NamedTuple):
-    """One entry of ``state``, in the source's order. ``member``: None for one that a user added, under ``key``."""
+    """One entry of ``state``, in the source's order. ``member``: None for one that a user added, under ``key``.
+
+    ``value``: what the user put in place of states, of which there are none then.
+    """
 
     member: MemberNumber | None
     states: States
     key: ParamKey | None = None
+    value: OwnValue | None = None
 
 
 @dataclass(frozen=True)  # without slots: its views are made once
@@ -108,11 +120,11 @@ class Optimizer:
     @classmethod
     def of(
         cls,
-        state: Mapping[ParamKey, States],
+        state: Mapping[ParamKey, StatesOrValue],
         param_groups: Iterable[Mapping[Key, Value]] | None = None,
         extra: dict[Key, Value] | None = None,
     ) -> Optimizer:
-        """The optimizer of a state dict. A value in ``state`` that is no dict of states is under ``BARE_VALUE``.
+        """The optimizer of a state dict. A value in ``state`` that is no dict of states is an ``OwnValue``.
 
         Its members are the parameters that the groups list; without any, those that have states. Where groups list
         parameters, ``state`` may have other entries, which a user added.
@@ -120,7 +132,7 @@ class Optimizer:
         listed = None if param_groups is None else [(group, group_params(group)) for group in param_groups]
         keys: dict[ParamKey, None] = dict.fromkeys(key for _, params in listed or () for key in params or ())
         if not keys:
-            keys = dict.fromkeys(key for key, states in state.items() if BARE_VALUE not in states)
+            keys = dict.fromkeys(key for key, entry in state.items() if not isinstance(entry, OwnValue))
         number_of = {key: number for number, key in enumerate(keys)}
         groups = None
         if listed is not None:
@@ -129,14 +141,19 @@ class Optimizer:
 
     @cached_property
     def state(self) -> Mapping[ParamKey, States]:
-        """``state`` of the state dict: the states of each parameter by its key, and the entries that users added."""
-        state: dict[ParamKey, States] = {}
-        for member, states, key in self.entries:
-            if member is not None:
-                state[self.keys[member]] = states
-            elif key is not None:
-                state[key] = states
-        return state
+        """The states of each parameter by its key, and the dicts of states that users added."""
+        return {key: entry for key, entry in self.items() if not isinstance(entry, OwnValue)}
+
+    def items(self) -> Iterator[tuple[ParamKey, StatesOrValue]]:
+        """What ``state`` of the state dict has, in its order: also the values that users put in place of states."""
+        for member, states, own_key, value in self.entries:
+            key = own_key if member is None else self.keys[member]
+            if key is not None:
+                yield key, states if value is None else value
+
+    def stored_state(self) -> dict[ParamKey, States | Tensor | Value]:
+        """``state`` of the state dict."""
+        return {key: entry.value if isinstance(entry, OwnValue) else entry for key, entry in self.items()}
 
     @cached_property
     def param_groups(self) -> list[dict[Key, Value]] | None:
@@ -164,7 +181,7 @@ class Optimizer:
 
     def all_keys(self) -> list[ParamKey]:
         """Every key of ``state`` and of the groups, once."""
-        return list(dict.fromkeys((*self.state, *self.grouped_keys())))
+        return list(dict.fromkeys((*(key for key, _ in self.items()), *self.grouped_keys())))
 
     def counted(self) -> dict[MemberNumber, ParamKey]:
         """The ids that ``torch.optim`` gives the members: it counts group by group."""
@@ -175,21 +192,47 @@ class Optimizer:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Optimizer:
         """The optimizer with ``change`` applied to every tensor but those in param groups."""
-        entries = tuple(StateEntry(member, with_tensors(states, change), key) for member, states, key in self.entries)
-        return replace(self, entries=entries, extra=with_tensors(self.extra, change))
+        entries = (entry._replace(states=with_tensors(entry.states, change)) for entry in self.entries)
+        changed = replace(self, entries=tuple(entries), extra=with_tensors(self.extra, change))
+        return changed.map_own_values(change)
+
+    def map_own_values(self, change: Callable[[Tensor], Tensor]) -> Optimizer:
+        """The optimizer with ``change`` applied to every tensor in the values that users put in place of states."""
+        entries = (
+            entry if entry.value is None else entry._replace(value=OwnValue(with_tensors(entry.value.value, change)))
+            for entry in self.entries
+        )
+        return replace(self, entries=tuple(entries))
 
     def with_state(self, state: Mapping[ParamKey, States]) -> Optimizer:
-        """The optimizer with another ``state``. Its members stay what they are."""
+        """The optimizer with other states. Its members, and the values that users put in place of states, stay what
+        they are.
+        """
         number_of = {key: number for number, key in enumerate(self.keys)}
-        return replace(self, entries=_entries(state, number_of))
+        return replace(self, entries=_entries(self._with_own_values(state), number_of))
+
+    def _with_own_values(self, state: Mapping[ParamKey, States]) -> dict[ParamKey, StatesOrValue]:
+        """``state`` with the values that users put in place of states, each after the states that it followed."""
+        following: dict[ParamKey | None, list[tuple[ParamKey, OwnValue]]] = {}
+        last: ParamKey | None = None
+        for key, entry in self.items():
+            if isinstance(entry, OwnValue):
+                following.setdefault(last, []).append((key, entry))
+            elif key in state:
+                last = key
+        entries: dict[ParamKey, StatesOrValue] = dict(following.get(None, ()))
+        for key, states in state.items():
+            entries[key] = states
+            entries.update(following.get(key, ()))
+        return entries
 
     def with_groups(self, param_groups: Iterable[Mapping[Key, Value]] | None) -> Optimizer:
         """The optimizer with other groups, which may list other members."""
-        return self.remade(self.state, param_groups, self.extra)
+        return self.remade(dict(self.items()), param_groups, self.extra)
 
     def remade(
         self,
-        state: Mapping[ParamKey, States],
+        state: Mapping[ParamKey, StatesOrValue],
         param_groups: Iterable[Mapping[Key, Value]] | None,
         extra: dict[Key, Value],
     ) -> Optimizer:
@@ -259,11 +302,6 @@ def group_params(group: Mapping[Key, Value]) -> list[ParamKey] | None:
     return keys if len(keys) == len(params) else None
 
 
-def stored_entry(states: Mapping[str, Tensor | Value]) -> Mapping[str, Tensor | Value] | Tensor | Value:
-    """The entry of a state dict for one entry of ``Optimizer.state``: the dict of its states, or the bare value."""
-    return states[BARE_VALUE] if states.keys() == {BARE_VALUE} else states
-
-
 def sequence(items: Sequence[Value], form: Literal["list", "tuple"]) -> Value:
     """``items`` as a list or a tuple."""
     return tuple(items) if form == "tuple" else list(items)
@@ -283,11 +321,15 @@ def _group(
     return ParamGroup(tuple(number_of[key] for key in params), settings, form_of(group[PARAMS]))
 
 
-def _entries(state: Mapping[ParamKey, States], number_of: Mapping[ParamKey, MemberNumber]) -> tuple[StateEntry, ...]:
+def _entries(
+    state: Mapping[ParamKey, StatesOrValue], number_of: Mapping[ParamKey, MemberNumber]
+) -> tuple[StateEntry, ...]:
     entries = []
-    for key, states in state.items():
+    for key, entry in state.items():
         member = number_of.get(key)
-        entries.append(StateEntry(member, states, key if member is None else None))
+        own = entry if isinstance(entry, OwnValue) else None
+        states = {} if isinstance(entry, OwnValue) else entry
+        entries.append(StateEntry(member, states, key if member is None else None, own))
     return tuple(entries)
 
 

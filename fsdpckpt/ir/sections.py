@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection
 from fsdpckpt.ir.names import clean, without_module
-from fsdpckpt.ir.optimizer import Optimizer, stored_entry
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Key, Value, like
 
 # What says only that something is a model or an optimizer, not which one.
@@ -145,8 +145,7 @@ def section_dict(content: ModelState | Optimizer) -> dict[Key, Value]:
 
 def optimizer_dict(optim: Optimizer) -> dict[Key, Value]:
     """The dict that ``Optimizer.load_state_dict`` takes, with the entries that users added."""
-    state = {key: stored_entry(states) for key, states in optim.state.items()}
-    root: dict[Key, Value] = {"state": state}  # type: ignore[dict-item]
+    root: dict[Key, Value] = {"state": optim.stored_state()}  # type: ignore[dict-item]
     if optim.param_groups is not None:
         root["param_groups"] = optim.param_groups  # type: ignore[assignment]
     return {**root, **optim.extra}

@@ -57,7 +57,8 @@ class Table:
         lookup = _lookup(checkpoint, optim)
         listed = [_words(group, lookup) for group in optim.groups or ()]
         named = [name for words in listed for _, name in words or ()]
-        others = [key for key in optim.state if isinstance(key, str)] if optim.key_type == "name" else []
+        by_name = optim.key_type == "name"
+        others = [key for key, _ in optim.items() if isinstance(key, str)] if by_name else []
         parameters = Parameters.of(checkpoint, (*names, *named), others)
         row_of = parameters.by_name()
         rows = [row_of[key] if isinstance(key, str) else None for key in optim.keys]

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fsdpckpt.errors import InternalError
-from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer, ParamKey, States, group_params
+from fsdpckpt.ir.optimizer import (
+    PARAM_NAMES,
+    PARAMS,
+    Optimizer,
+    OwnValue,
+    ParamKey,
+    States,
+    StatesOrValue,
+    group_params,
+)
 from fsdpckpt.ir.state_shapes import mirrors, spanning_state
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
@@ -29,12 +38,16 @@ def mapped_optimizer(optim: Optimizer, use_of: Mapping[str, Use], work: Work) ->
     for use in uses:
         _require_one_group(use, trained, group_of, work)
     _refuse_spanning(optim, uses, work)
-    state: dict[ParamKey, States] = {}
+    state: dict[ParamKey, StatesOrValue] = {}
     done: set[Use] = set()
-    for key, states in optim.state.items():
+    for key, entry in optim.items():
         moved = use_of.get(key) if isinstance(key, str) else None
         if moved is None:
-            state[key] = states
+            state[key] = entry
+        elif isinstance(entry, OwnValue) and moved.rule.renames_alone:
+            state[work.targets(moved)[list(moved.sources.values()).index(str(key))]] = entry
+        elif isinstance(entry, OwnValue):
+            raise work.refuse_state(str(key), "", "it is one value, which does not belong to elements", moved)
         elif moved not in done:
             done.add(moved)
             state.update(_mapped_states(optim, moved, work))
@@ -123,11 +136,7 @@ def _mapped_state(
         name = use.sources[member]
         if isinstance(leaf, Tensor) and leaf.shape == work.shape(name) and work.is_elementwise(state):
             family[member] = leaf
-        elif (
-            not (_is_number(leaf) and work.is_number(state))
-            or state == BARE_VALUE
-            or _sums_up(state, leaf, work.shape(name))
-        ):
+        elif not (_is_number(leaf) and work.is_number(state)) or _sums_up(state, leaf, work.shape(name)):
             raise work.refuse_state(name, state, "it does not have one element for each of the parameter's", use)
     if len(family) == len(leaves):
         made = work.run(use, family, state)

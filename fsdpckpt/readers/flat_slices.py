@@ -17,9 +17,9 @@ from fsdpckpt import flags
 from fsdpckpt.formats.torch.distributed import BoxInFile
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, ModelState, Problem, Section
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor, Whole, contiguous_stride
-from fsdpckpt.ir.values import Value, equal
+from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, PartContents, dotted
@@ -64,8 +64,7 @@ def why_sliced(
     shapes on all ranks are slices if all states are vectors and the model, if there is one, has tensors of other
     shapes. If shapes leave it open, bytes distinguish replicas from slices.
     """
-    entries = [entry for entry in state.values() if BARE_VALUE not in entry]
-    leaves = [leaf for entry in entries for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
+    leaves = [leaf for entry in state.values() for leaf in entry.values() if isinstance(leaf, Tensor) and leaf.ndim]
     proved = [leaf for leaf in leaves if isinstance(leaf.cut, Slices)]
     if proved:
         return f"{len(proved)} optimizer states have a different number of elements on each rank"
@@ -131,7 +130,7 @@ def read_as_slices(optim: Optimizer) -> Optimizer:
 
     A 0-dim state is that of the ranks that hold elements of the parameter (``_convert_all_state_info``).
     """
-    state = {key: entry if BARE_VALUE in entry else _entry_as_slices(entry) for key, entry in optim.state.items()}
+    state = {key: _entry_as_slices(entry) for key, entry in optim.state.items()}
     listed = optim.grouped_keys()
     order = dict.fromkeys(key for key in (*listed, *state) if key in state)
     return optim.with_state({key: state[key] for key in order})
@@ -292,8 +291,7 @@ def _flattened_extras(tree: PartContents, sections: Sections, label: str) -> Ite
         state = mapping.get("state")
         reason = None
         if is_optimizer(mapping) and isinstance(state, dict):
-            entries = {key: _entry(entry) for key, entry in state.items() if isinstance(key, (int, str))}
-            reason = why_sliced(entries, None, tree)
+            reason = why_sliced(dict(_states_in(state)), None, tree)
         elif keys := flat_parameter_keys(dict.fromkeys(mapping)):
             reason = f"it has keys of flat parameters ({keys[0]})"
         if reason is not None:
@@ -308,7 +306,7 @@ def _flattened_extras(tree: PartContents, sections: Sections, label: str) -> Ite
             )
 
 
-def _entry(entry: Value) -> dict[str, Tensor | Value]:
-    if not isinstance(entry, dict):
-        return {BARE_VALUE: entry}
-    return {str(name): leaf for name, leaf in entry.items()}
+def _states_in(state: Mapping[Key, Value]) -> Iterator[tuple[ParamKey, dict[str, Tensor | Value]]]:
+    for key, entry in state.items():
+        if isinstance(key, (int, str)) and isinstance(entry, dict):
+            yield key, {str(name): leaf for name, leaf in entry.items()}

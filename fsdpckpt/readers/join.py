@@ -26,7 +26,6 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import BARE_VALUE
 from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, walk, without
@@ -167,8 +166,7 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     model, optim = with_model.sections.model, with_optim.sections.optim
     if model is None or optim is None or optim.key_type != "name":
         return []
-    with_state = [key for key, states in optim.state.items() if BARE_VALUE not in states]
-    named = list(dict.fromkeys(key for key in (*with_state, *optim.grouped_keys()) if isinstance(key, str)))
+    named = list(dict.fromkeys(key for key in (*optim.state, *optim.grouped_keys()) if isinstance(key, str)))
     params = {clean(name) for name in model.params}
     without = without_adapter(map(clean, named), params)
     missing = [

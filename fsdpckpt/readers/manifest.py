@@ -380,7 +380,7 @@ def _restore_undetermined(checkpoint: Checkpoint, undetermined: object) -> None:
 def _with_ids(optim: Optimizer) -> Optimizer:
     """``optim`` with its ids as numbers: a container stored them as strings, and there are no param groups."""
     if optim.param_groups or not all(
-        isinstance(key, int) or (key.isdecimal() and len(key) < _MAX_DIGITS) for key in optim.state
+        isinstance(key, int) or (key.isdecimal() and len(key) < _MAX_DIGITS) for key in optim.all_keys()
     ):
         return optim
     return optim.renamed({key: int(key) for key in optim.all_keys()})

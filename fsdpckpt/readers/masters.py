@@ -21,7 +21,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import ParamKey
+from fsdpckpt.ir.optimizer import OwnValue, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
 from fsdpckpt.ir.values import Key, Value, find_value, replaced, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -281,7 +281,8 @@ def _in_parts(
         masters.append(of_members)
         names: list[Value] = [name for name, _ in of_group]
         groups.append({**group.settings, "params": names})
-    by_name = optim.remade(parts, groups, optim.extra)
+    own = {key: entry for key, entry in optim.items() if isinstance(entry, OwnValue)}
+    by_name = optim.remade({**parts, **own}, groups, optim.extra)
     rest = {name: value for name, value in wrapper.items() if name != _FLAT_MASTERS}
     beside: dict[Key, Value] = {**rest, _MASTERS[0]: masters}
     checkpoint = replace(checkpoint, optim=by_name)

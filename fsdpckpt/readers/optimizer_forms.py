@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 from fsdpckpt import flags
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey, group_params
+from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey, StatesOrValue, group_params
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.readers.protocol import KeyPath
@@ -132,10 +132,10 @@ def optimizer_of(value: Mapping[Key, Value], *, named: bool) -> FoundOptimizer |
         return FoundOptimizer(_unflatten(value)) if named else None
     if not is_nested(value) and not _is_half(value, named=named):
         return None
-    entries: dict[ParamKey, dict[str, Tensor | Value]] = {}
+    entries: dict[ParamKey, StatesOrValue] = {}
     for key, states in cast("dict[ParamKey, Value]", value.get(_STATE, {})).items():
         if not isinstance(states, dict):
-            entries[key] = {BARE_VALUE: states}
+            entries[key] = OwnValue(states)
         elif all(isinstance(name, str) for name in states):
             entries[key] = cast("dict[str, Tensor | Value]", dict(states))
         else:
@@ -149,13 +149,13 @@ def optimizer_of(value: Mapping[Key, Value], *, named: bool) -> FoundOptimizer |
 
 
 def _repair_ids(
-    entries: dict[ParamKey, dict[str, Tensor | Value]], groups: list[dict[Key, Value]]
-) -> tuple[dict[ParamKey, dict[str, Tensor | Value]], int]:
+    entries: dict[ParamKey, StatesOrValue], groups: list[dict[Key, Value]]
+) -> tuple[dict[ParamKey, StatesOrValue], int]:
     """Turn ids that a container stored as strings back into ints, if the groups list ints. Also returns how many.
 
     DCP writes every key as a string; ``dcp_to_torch_save`` leaves it so, and then ``load_state_dict`` finds no state.
     """
-    keyed = {key for key, states in entries.items() if BARE_VALUE not in states}
+    keyed = {key for key, entry in entries.items() if not isinstance(entry, OwnValue)}
     if not any(isinstance(key, str) for key in keyed):
         return entries, 0
     ids: set[int] = set()
@@ -167,7 +167,7 @@ def _repair_ids(
     names: dict[ParamKey, int] = {str(number): number for number in ids}
     if not all(isinstance(key, int) or key in names for key in keyed):
         return entries, 0
-    repaired: dict[ParamKey, dict[str, Tensor | Value]] = {names.get(key, key): entry for key, entry in entries.items()}
+    repaired: dict[ParamKey, StatesOrValue] = {names.get(key, key): entry for key, entry in entries.items()}
     if len(repaired) < len(entries):  # one id is there as a number and as text
         return entries, 0
     return repaired, len(keyed)

@@ -15,7 +15,7 @@ import numpy as np
 from fsdpckpt import flags
 from fsdpckpt.describe import Description, RankGrid, rank_grid, stored_files
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
-from fsdpckpt.ir.optimizer import BARE_VALUE, PARAM_NAMES, PARAMS, Optimizer
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Optimizer
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.ir.values import as_float, value_text, walk
 from fsdpckpt.options import FLAVORS
@@ -386,8 +386,6 @@ def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any
     measured = _measured_steps(described)
     for key, states in optim.state.items():
         for state, value in states.items():
-            if state == BARE_VALUE:
-                continue
             dtype = value.dtype.name if isinstance(value, Tensor) else type(value).__name__
             dtypes.setdefault(state, Counter())[dtype] += 1
             if state == "step":

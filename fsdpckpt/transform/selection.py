@@ -155,7 +155,7 @@ def copy_aliased_tensors(checkpoint: Checkpoint) -> Checkpoint:
         model = ModelState(with_tensors(model.params, replace), model.metadata)
     if optim is not None:
         state = {key: with_tensors(states, replace) for key, states in optim.state.items()}
-        optim = optim.with_state(state)
+        optim = optim.with_state(state).map_own_values(replace)
     return replace(checkpoint, model=model, optim=optim)
 
 

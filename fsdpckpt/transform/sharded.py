@@ -218,7 +218,7 @@ def _decide_optim(optim: Optimizer | None, model: ModelState | None) -> tuple[Op
         return None, []
     ambiguous: list[str] = []
     state = {key: _decide_entry(key, entry, model, ambiguous) for key, entry in optim.state.items()}
-    decided = optim.with_state(state)
+    decided = optim.with_state(state).map_own_values(_sharded_only_if_source_says)
     if optim.groups is not None:
         groups = tuple(group.map_tensors(_sharded_only_if_source_says) for group in optim.groups)
         decided = replace(decided, groups=groups)

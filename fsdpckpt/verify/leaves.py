@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, leaf_tensors, walk
 from fsdpckpt.producers.recognition import flavor_named
@@ -70,12 +70,15 @@ def _optimizer_leaves(
     optim: Optimizer, renamed: Mapping[ParamKey, ParamKey], positions: Mapping[ParamKey, int]
 ) -> Iterator[tuple[Path, Value]]:
     """The leaves of ``optim`` by their paths in its state dict."""
-    for param, states in optim.state.items():
+    for param, entry in optim.items():
         name = renamed.get(param, param)
-        if not states:
+        if isinstance(entry, OwnValue):
+            yield from walk(entry.value, ("state", name))
+        elif not entry:
             yield ("state", name), {}
-        for state, value in states.items():  # an optimizer may nest values in a state
-            yield from walk(value, ("state", name) if state == BARE_VALUE else ("state", name, state))
+        else:
+            for state, value in entry.items():  # an optimizer may nest values in a state
+                yield from walk(value, ("state", name, state))
     for index, group in enumerate(optim.param_groups or []):
         for key, value in group.items():
             if key == "params" and isinstance(value, (list, tuple)):

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
+from fsdpckpt.formats.safetensors import METADATA_KEY, OWN_VALUE, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.optimizer import OwnValue, States, StatesOrValue
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Json, Key, Value, encode, leaf_tensors
@@ -122,7 +123,8 @@ def _optim(checkpoint: Checkpoint, group: _Group, casts: Mapping[Tensor, DType],
     if optim is None:
         return
     values: dict[Key, Value] = {}
-    for param, states in optim.state.items():
+    entries = {param: _named_states(entry) for param, entry in optim.items()}
+    for param, states in entries.items():
         plain: dict[Key, Value] = {}
         for state, leaf in states.items():
             if isinstance(leaf, Tensor):
@@ -131,7 +133,7 @@ def _optim(checkpoint: Checkpoint, group: _Group, casts: Mapping[Tensor, DType],
                 plain[state] = leaf
         if plain:
             values[param] = plain
-    order: Value = [[param, list(states)] for param, states in optim.state.items()]
+    order: Value = [[param, list(states)] for param, states in entries.items()]
     document: dict[str, Json] = {"order": encode(order), "param_groups": None}
     if optim.key_type is not None:
         document["key_type"] = optim.key_type
@@ -143,6 +145,11 @@ def _optim(checkpoint: Checkpoint, group: _Group, casts: Mapping[Tensor, DType],
     if optim.extra:
         document["extra"] = _encode(optim.extra, group, "optimizer")
     group.document["optim"] = document
+
+
+def _named_states(entry: StatesOrValue) -> States:
+    """The states of ``entry``; a value in place of states has a name in the document."""
+    return {OWN_VALUE: entry.value} if isinstance(entry, OwnValue) else entry
 
 
 def _encode(value: Value, group: _Group, prefix: str, casts: Mapping[Tensor, DType] | None = None) -> Json:

@@ -14,7 +14,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.optimizer import BARE_VALUE, PARAMS, Optimizer
+from fsdpckpt.ir.optimizer import PARAMS, Optimizer, OwnValue
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed, state_dict_of
 from fsdpckpt.ir.tensors import Tensor
@@ -225,9 +225,11 @@ def _flat_optimizer(optim: Optimizer, at: Path, notes: list[Note]) -> Iterator[L
             next_step=f"{flags.key_type('name')}",
         )
     entries: list[tuple[str, Value | Blockwise]] = []
-    for param, states in optim.state.items():
-        for name, value in joined_states(states):
-            entries.append((f"state.{param}.{name}" if name != BARE_VALUE else f"state.{param}", value))
+    for param, entry in optim.items():
+        if isinstance(entry, OwnValue):
+            entries.append((f"state.{param}", entry.value))
+        else:
+            entries += [(f"state.{param}.{name}", value) for name, value in joined_states(entry)]
     for key, value in entries:
         yield Leaf(_dotted((*at, key)), (*at, key), value)
     yield from settings_by_parameter(optim, at)

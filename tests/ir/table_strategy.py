@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value
 
@@ -68,5 +68,5 @@ def _optimizer(draw: st.DrawFn) -> Optimizer:
     stored = draw(st.permutations(keys))[: draw(st.integers(0, len(keys)))]
     state = {key: _states(draw) for key in stored}
     if draw(st.booleans()):
-        state["user"] = {BARE_VALUE: 3} if draw(st.booleans()) else {"seen": 1}
+        state["user"] = OwnValue(3) if draw(st.booleans()) else {"seen": 1}
     return Optimizer.of(state, groups, {"by_user": 1} if draw(st.booleans()) else {})

@@ -22,7 +22,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.invariants import problems
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer
+from fsdpckpt.ir.optimizer import Optimizer, OwnValue
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
 
 F32 = DTYPES["float32"]
@@ -348,7 +348,7 @@ def test_the_command_to_type_next_is_quoted_for_the_shell() -> None:
 def test_the_tensors_without_their_names_are_those_with_them_in_the_same_order() -> None:
     weight, step, first, second, scale, own, seed, drawn = (at(100 * number, (number + 1,)) for number in range(8))
     states = {"exp_avg": first, "step": step, "lists": [second, (scale, 3)], "none": None}
-    optim = Optimizer.of({"w": states, "v": {BARE_VALUE: own}}, [{"params": ["w", "v"], "lr": seed}], {"x": [own]})
+    optim = Optimizer.of({"w": states, "v": OwnValue(own)}, [{"params": ["w", "v"], "lr": seed}], {"x": [own]})
     found = checkpoint({"w": weight, "dead": weight}, optim)
     found.model.params["_extra_state"] = {"scale": scale}  # type: ignore[union-attr]
     found.extra = {"rng": {"cpu": drawn}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdpckpt.ir.checkpoint import KeyType
-from fsdpckpt.ir.optimizer import BARE_VALUE, Optimizer, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey, StatesOrValue
 from fsdpckpt.ir.values import Key, Value
 
 
@@ -15,17 +15,17 @@ from fsdpckpt.ir.values import Key, Value
         ({}, [{"params": [0, 1]}], "id"),
         ({0: {}}, None, "id"),
         ({0: {}, "custom": {}}, [{"params": [0]}], "id"),  # a user's own entry
-        ({0: {}, "custom": {BARE_VALUE: 1}}, None, "id"),
+        ({0: {}, "custom": OwnValue(1)}, None, "id"),
         ({0: {}, "w": {}}, None, "name"),
         ({"w": {}}, [{"params": []}], "name"),
         ({}, [{"params": ["w"]}], "name"),
         ({}, [{"params": []}], None),
         ({}, None, None),
-        ({"custom": {BARE_VALUE: 1}}, None, None),
+        ({"custom": OwnValue(1)}, None, None),
     ],
 )
 def test_the_groups_decide_how_an_optimizer_is_keyed_and_without_them_its_states(
-    state: dict[ParamKey, dict[str, Value]], groups: list[dict[Key, Value]] | None, key_type: KeyType | None
+    state: dict[ParamKey, StatesOrValue], groups: list[dict[Key, Value]] | None, key_type: KeyType | None
 ) -> None:
     assert Optimizer.of(state, groups).key_type == key_type
 
@@ -57,3 +57,26 @@ def test_the_orders_of_single_ranks_follow_their_members() -> None:
     assert listed(named) == [[["a"], ["d"]], [[], ["b", "d"]]]
     again = named.with_state({key: {"step": 2} for key in reversed(named.keys)})
     assert listed(again) == listed(named)
+
+
+def test_a_users_value_keeps_its_place_among_the_states_whatever_becomes_of_them() -> None:
+    """It is no states of a parameter: what changes states does not see it, what writes them does."""
+    entries: dict[ParamKey, StatesOrValue] = {
+        "first": OwnValue(None), "a": {"step": 1}, "tables": OwnValue([7.5]), "b": {"step": 2}, "last": OwnValue(3),
+    }  # fmt: skip
+    found = Optimizer.of(entries, [{"params": ["a", "b"]}])
+    assert found.keys == ("a", "b") and found.state == {"a": {"step": 1}, "b": {"step": 2}}
+    assert found.stored_state() == {"first": None, "a": {"step": 1}, "tables": [7.5], "b": {"step": 2}, "last": 3}
+    less = found.with_state({"b": {"step": 5}, "c": {}})
+    assert list(less.stored_state().items()) == [
+        ("first", None), ("tables", [7.5]), ("b", {"step": 5}), ("last", 3), ("c", {}),
+    ]  # fmt: skip
+    renamed = found.renamed({"a": 0, "b": 1, "first": "first", "tables": "tables"})  # without the last one
+    assert list(renamed.stored_state()) == ["first", 0, "tables", 1]
+    assert list(found.with_groups([{"params": ["b"]}]).stored_state()) == list(entries)
+
+
+def test_a_state_without_a_name_is_a_state() -> None:
+    states: dict[str, Value] = {"": 7.5}
+    found = Optimizer.of({0: states}, [{"params": [0]}])
+    assert found.state == {0: states} and found.stored_state() == {0: states}

@@ -76,7 +76,7 @@ def test_a_users_own_value_among_the_states_is_no_name_that_the_model_lacks(tmp_
     content["optimizer"]["state"]["tables"] = 7.5
     torch.save(content, path)
     found = opened(tmp_path)
-    assert found.optim is not None and "tables" in found.optim.state
+    assert found.optim is not None and "tables" in found.optim.stored_state()
     assert "unmatched" not in [note.kind for note in found.notes]
 
 

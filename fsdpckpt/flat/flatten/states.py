@@ -21,7 +21,7 @@ from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
-from fsdpckpt.ir.optimizer import Optimizer, ParamKey, stored_entry
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.quantized import Role, parts_with, quantized_parts
 from fsdpckpt.ir.tensors import Flattened, Slices, Tensor
@@ -109,6 +109,7 @@ class FlatOptimizer:
         """Raises SourceUnsupportedError for states that no flat parameter can hold."""
         self._params = units.params()
         self._state = {key: states for key, states in optim.state.items() if states or key not in self._params}
+        self._of_users = {key: entry for key, entry in optim.stored_state().items() if key not in self._params}
         self._extra = optim.extra
         self._units = units
         self._keys = keys
@@ -181,9 +182,7 @@ class FlatOptimizer:
                 }
             elif name in slices:
                 state[rank_keys.keys[name]] = self._slice_entry(name, states, *slices[name])
-        for key, entry in self._state.items():
-            if key not in self._params:
-                state[key] = stored_entry(entry)
+        state |= {key: entry for key, entry in self._of_users.items() if key not in state}
         root: dict[Any, Any] = {"state": state}
         if rank_keys.groups is not None:
             root["param_groups"] = rank_keys.groups

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.pickle.allowlist import decode_allowed
-from fsdpckpt.formats.safetensors import METADATA_KEY, VERSION, model_key, state_key
+from fsdpckpt.formats.safetensors import METADATA_KEY, OWN_VALUE, VERSION, model_key, state_key
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -120,7 +120,7 @@ class _Document:
                     states[name] = self.tensors[key]
                 else:
                     self.missing.append(key)
-            state[param] = states
+            state[param] = states[OWN_VALUE] if states.keys() == {OWN_VALUE} else states
         optimizer: dict[Key, Value] = {"state": state}
         groups = self._decoded(optim.get("param_groups"))
         if groups is not None:
