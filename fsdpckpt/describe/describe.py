@@ -251,10 +251,13 @@ def type_name(value: Value) -> str:
     return "None" if value is None else type(value).__name__
 
 
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # as Python and JSON write them
+
+
 def json_value(value: object) -> Json:
     """``value`` as JSON, for people: tuples become lists, tensors and objects text, NaN a string."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        return _NOT_FINITE[str(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):

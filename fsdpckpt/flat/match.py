@@ -247,16 +247,14 @@ class _Matching:
     def _read_in_these_orders(self, optim: Optimizer) -> bool:
         """Whether the ids of all ranks were read in the orders that the units record for single ranks, if they do."""
         position = {key: number for number, key in enumerate(chain(*(self.units.groups or ())))}
-        recorded = {
-            rank: [[position.get(key) for key in group] for group in order.groups]
-            for order in self.units.orders
-            for rank in order.ranks
-        }
-        read = {
-            rank: [[optim.keys[member] for member in group] for group in order.groups]
-            for order in optim.orders
-            for rank in order.ranks
-        }
+        recorded: dict[int, list[list[object]]] = {}
+        for order in self.units.orders:
+            places: list[list[object]] = [[position.get(key) for key in group] for group in order.groups]
+            recorded.update(dict.fromkeys(order.ranks, places))
+        read: dict[int, list[list[object]]] = {}
+        for members in optim.orders:
+            keys: list[list[object]] = [[optim.keys[member] for member in group] for group in members.groups]
+            read.update(dict.fromkeys(members.ranks, keys))
         return not recorded or recorded == read
 
     def _whole_optimizer(self, optim: Optimizer) -> Iterator[str]:

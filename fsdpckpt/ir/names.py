@@ -88,8 +88,12 @@ def sorted_by_a_tool(names: Sequence[str]) -> bool:
     all_names = set(names)
     if any(name.endswith(".bias") and name[:-4] + "weight" in all_names for name in names):
         return True
-    natural = [[(len(word), word) if word.isdigit() else (0, word) for word in name.split(".")] for name in names]
-    numbered = any(word.isdigit() and len(word) > 1 for name in names for word in name.split("."))
+    numbered = False  # whether some number has several digits: only then the two orders differ
+    natural: list[list[tuple[int, str]]] = []  # what sorts numbers by value
+    for name in names:
+        words = name.split(".")
+        natural.append([(len(word) if word.isdigit() else 0, word) for word in words])
+        numbered = numbered or any(word.isdigit() and len(word) > 1 for word in words)
     return numbered and natural != sorted(natural)
 
 

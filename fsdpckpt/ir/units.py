@@ -148,8 +148,7 @@ class Units:
         """
         if self.use_orig_params:
             return ()
-        names_of = {unit.key: tuple(param.name for param in unit.params) for unit in self.units}
-        return tuple(name for key in self.optimizer_keys() for name in names_of.get(key, (key,)))
+        return self._names_of(self.optimizer_keys())
 
     def id_order(self) -> tuple[str, ...]:
         """The parameters in the order of an optimizer's ids: ``groups`` one after the other, else
@@ -161,10 +160,19 @@ class Units:
         """``groups`` by original names; those in a flat parameter in the order of ``model.parameters()``."""
         if self.groups is None or self.use_orig_params:
             return self.groups
-        names_of = {unit.key: tuple(param.name for param in unit.params) for unit in self.units}
         position = {name: index for index, name in enumerate(self.parameters)}
-        listed = ([name for key in group for name in names_of.get(key, (key,))] for group in self.groups)
-        return tuple(tuple(sorted(names, key=lambda name: position.get(name, -1))) for names in listed)
+        named: list[tuple[str, ...]] = []
+        for group in self.groups:
+            named.append(tuple(sorted(self._names_of(group), key=lambda name: position.get(name, -1))))
+        return tuple(named)
+
+    def _names_of(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """The names in the flat parameters ``keys``; a key of any other parameter is its name."""
+        params_of = {unit.key: unit.params for unit in self.units}
+        names: list[str] = []
+        for key in keys:
+            names += [param.name for param in params_of[key]] if key in params_of else [key]
+        return tuple(names)
 
     def groups_of(self, rank: int) -> Groups | None:
         """The groups of the optimizer on ``rank``; None as for ``groups``."""

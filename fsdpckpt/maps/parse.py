@@ -9,14 +9,14 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceMissingError, UsageError
 from fsdpckpt.ir import Section
 from fsdpckpt.maps.names import Pattern
 from fsdpckpt.maps.rules import LayoutMap, MapRule, Value, flaws
-from fsdpckpt.maps.steps import Cat, Size, Split, Stack, Step, Transpose, Unstack, rearrange, size_of
+from fsdpckpt.maps.steps import Cat, Size, Split, Stack, Step, Transpose, Unstack, count_after, rearrange, size_of
 
 FORMAT = 1
 MAX_BYTES = 1 << 20  # a map is a page of text
@@ -119,7 +119,8 @@ class _Parser:
         self._at = f"rule {number}: "
         table = self._table(value, "it", ("from", "to", "steps", "optional", "section", "tie", "untie"))
         sources, targets = (self._patterns(table.get(side), side) for side in ("from", "to"))
-        copies = [word for word in ("tie", "untie") if self._flag(table, word)]
+        words: tuple[Literal["tie", "untie"], ...] = ("tie", "untie")
+        copies = [word for word in words if self._flag(table, word)]
         steps = self._steps(table.get("steps", []), len(sources), len(targets), values)
         if len(copies) > 1:
             self.fail("it has tie and untie")
@@ -132,7 +133,7 @@ class _Parser:
             targets,
             steps,
             self._flag(table, "optional"),
-            "tie" if "tie" in copies else "untie" if copies else "",
+            copies[0] if copies else "",
             Section(section) if section is not None else None,
         )
         for each in (rule, rule.inverse()):
@@ -168,7 +169,7 @@ class _Parser:
         steps: list[Step] = []
         for each in value:
             step = self._step(self._table(each, "a step"), count, last, values)
-            count = 1 if isinstance(step, Cat) else len(step.sizes) if isinstance(step, Split) else count
+            count = count_after(step, count)
             steps.append(step)
         return tuple(steps)
 

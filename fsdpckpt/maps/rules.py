@@ -8,7 +8,7 @@ from typing import Literal
 
 from fsdpckpt.ir import Section
 from fsdpckpt.maps.names import Pattern
-from fsdpckpt.maps.steps import Cat, Rearrange, Size, Split, Stack, Step, Transpose, Unstack
+from fsdpckpt.maps.steps import Cat, Rearrange, Size, Split, Stack, Step, Transpose, Unstack, count_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _count_flaws(rule: MapRule, *, several: bool) -> list[str]:
         wrong = _step_flaw(step, count, several=several)
         if wrong:
             return [f"{step}: {wrong}"]
-        count = 1 if isinstance(step, Cat) else len(step.sizes) if isinstance(step, Split) else count
+        count = count_after(step, count)
         several = (several or isinstance(step, Unstack)) and not isinstance(step, Stack)
     if count != len(rule.targets):
         return [f"its steps make {count} of {len(rule.sources)} tensors, and to has {len(rule.targets)} patterns"]

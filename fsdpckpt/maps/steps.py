@@ -279,6 +279,13 @@ class Rearrange:
 Step: TypeAlias = Stack | Unstack | Cat | Split | Transpose | Rearrange
 
 
+def count_after(step: Step, count: int) -> int:
+    """How many tensors ``step`` makes of ``count``, for each member of a stack."""
+    if isinstance(step, Cat):
+        return 1
+    return len(step.sizes) if isinstance(step, Split) else count
+
+
 def _concerns(of: tuple[int, ...] | None, member: Member) -> bool:
     return of is None or member[0] in of
 

@@ -232,9 +232,10 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
 
 def _apart(source: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> tuple[str, ...]:
     """What to give as SRC for each of ``candidates``; empty if that is not a path of its own."""
-    paths = [
-        _path_for_user([each, *(other for other in candidates if other is not each)], parts) for each in candidates
-    ]
+    paths: list[str] = []
+    for each in candidates:
+        others = [other for other in candidates if other is not each]
+        paths.append(_path_for_user([each, *others], parts))
     alone = len(set(paths)) == len(paths) and all(path.rstrip("/") != source.rstrip("/") for path in paths)
     return tuple(sorted(paths, key=natural)) if alone else ()
 

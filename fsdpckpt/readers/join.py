@@ -137,7 +137,7 @@ def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
         section: path
         for part in parts
         for section, path in ((Section.MODEL, part.sections.model_path), (Section.OPTIM, part.sections.optim_path))
-        if path is not None and any(each is section for each in part.main_sections)
+        if path is not None and section in part.main_sections
     }
 
 

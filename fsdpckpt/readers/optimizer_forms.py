@@ -88,11 +88,11 @@ def flattened_beside(root: Mapping[Key, Value]) -> frozenset[Key]:
     names = {clean(key) for key in root if isinstance(key, str)}.difference(keys)
     if not keys or not is_flattened({key: root[key] for key in keys}):
         return frozenset()
-    begins = [rest.split(".") for _, _, rest in (key.partition(".") for key in keys)]
-    of_parameters = all(
-        any(clean(".".join(words[:count])) in names for count in range(1, len(words))) for words in begins
-    )
-    return frozenset(keys) if of_parameters else frozenset()
+    for key in keys:  # state.<name>.<state>, and the name is that of a parameter
+        words = key.split(".")[1:]
+        if not any(clean(".".join(words[:count])) in names for count in range(1, len(words))):
+            return frozenset()
+    return frozenset(keys)
 
 
 def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:

@@ -383,8 +383,11 @@ def from_model(
     excludes_buffers = bool(buffers) or any(tensor.sharded is not None for tensor in tensors.values())
     doubts: dict[RowNumber, Doubt] = {}
     for row, name in enumerate(names):
-        doubt = Doubt.PLAIN if name in plain else Doubt.MODEL if name in doubtful else Doubt(0)
-        doubt |= Doubt.OPTIMIZER if name in uncertain else Doubt(0)
+        doubt = Doubt.OPTIMIZER if name in uncertain else Doubt(0)
+        if name in plain:
+            doubt |= Doubt.PLAIN
+        elif name in doubtful:
+            doubt |= Doubt.MODEL
         if doubt:
             doubts[row] = doubt
     held = ((name, tensors[name]) for name in names)

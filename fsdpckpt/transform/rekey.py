@@ -284,8 +284,9 @@ def _position(order: ParameterOrder | None) -> dict[str, int] | None:
 
 def _as_listed(names: Sequence[str], index: int, order: ParameterOrder, checkpoint: Checkpoint) -> list[str]:
     """The names of group ``index`` in the order of an ``order`` that is the optimizer's own."""
-    groups = order.groups
-    in_order = order.names if groups is None else groups[index] if index < len(groups) else ()
+    in_order: Sequence[str] = order.names
+    if order.groups is not None:
+        in_order = order.groups[index] if index < len(order.groups) else ()
     position = {name: at for at, name in enumerate(in_order)}
     wrong = [f"{name} is not in group {index} of {order.source}" for name in names if clean(name) not in position]
     if wrong:

@@ -231,9 +231,11 @@ def _decide_entry(
     """One parameter's states: those in the parameter's shape are sharded if it is, all others are replicated."""
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
     shapes = {shown.name: shown.shape for shown in shown_shapes(entry)}
+    # Without the parameter its states say what shape it has, if they agree.
     distinct = set(shapes.values())
-    param_shape = param.shape if isinstance(param, Tensor) else distinct.pop() if len(distinct) == 1 else None
-    param_sharded = bool(param.sharded) if isinstance(param, Tensor) else True
+    param_shape, param_sharded = distinct.pop() if len(distinct) == 1 else None, True
+    if isinstance(param, Tensor):
+        param_shape, param_sharded = param.shape, bool(param.sharded)
     tensors = {name: leaf for name, leaf in entry.items() if isinstance(leaf, Tensor)}
     if param_shape is None and any(leaf.ndim and leaf.sharded is None for leaf in tensors.values()):
         ambiguous.append(str(key))

@@ -127,7 +127,8 @@ def _pair_sections(a: Checkpoint, b: Checkpoint) -> Iterator[_PairedSections]:
     A framework renames them: the optimizers of Lightning are ``optimizer_0`` or ``optimizer_states.0``.
     """
     for section in (Section.MODEL, Section.OPTIM):
-        of_a, of_b = ([named for named in each.named if named.section is section] for each in (a, b))
+        of_a = [named for named in a.named if named.section is section]
+        of_b = [named for named in b.named if named.section is section]
         for same in ("path", "name"):
             for named in list(of_a):
                 other = next((other for other in of_b if getattr(other, same) == getattr(named, same)), None)

@@ -332,7 +332,8 @@ def _add_damage(error: SourceError, source: str, sources: Sources, *, single: bo
     damaged = {os.path.normpath(problem.file) for problem in problems if problem.file is not None}
     findings = list(zip_longest(error.details, error.files)) or [(error.what, error.file)]
     in_no_damaged_file = [(text, file) for text, file in findings if os.path.normpath(file or "") not in damaged]
-    others = damaged - {os.path.normpath(file or "") for file in (error.file, *(file for _, file in findings))}
+    named_files = [error.file, *(file for _, file in findings)]
+    others = damaged - {os.path.normpath(file or "") for file in named_files}
     all_findings = dict.fromkeys((*in_no_damaged_file, *((problem.message, problem.file) for problem in problems)))
     if list(all_findings) != [(error.what, error.file)]:
         error.details, error.files = zip(*all_findings, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt import flags
@@ -63,10 +64,11 @@ def match_optimizers(a: Checkpoint, b: Checkpoint) -> Match:
         named = groups_a if types[0] == "name" else groups_b
         positions = _model_order(a if types[0] == "id" else b)
         listed = listed_order([list(map(str, names)) for names in named], _positions_by_name(positions))
-        in_model_order = (
-            [sorted(keys, key=lambda key: positions.get(key, 0)) for keys in groups] for groups in (groups_a, groups_b)
-        )
-        pairs = _pair_keys(*in_model_order)
+
+        def in_model_order(groups: _Groups) -> list[list[ParamKey]]:
+            return [sorted(keys, key=lambda key: positions.get(key, 0)) for keys in groups]
+
+        pairs = _pair_keys(in_model_order(groups_a), in_model_order(groups_b))
         if positions and _find_mismatch(a.optim, b.optim, pairs) is None:
             if types[0] == "id":
                 positions = {key: key for keys in groups_a for key in keys if isinstance(key, int)}
@@ -115,7 +117,7 @@ def _match_order(
         return Match()
     if any(sorted(map(str, a)) != sorted(map(str, b)) for a, b in zip(groups_a, groups_b, strict=True)):
         return Match()
-    positions = {key: at for at, key in enumerate(key for group in groups_a for key in group)}
+    positions = {key: at for at, key in enumerate(chain(*groups_a))}
     return Match(
         positions=positions,
         notes=("the param groups list the same names in a different order, which does not count as a difference",),

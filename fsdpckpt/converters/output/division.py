@@ -91,13 +91,12 @@ def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Seg
     numbers: dict[tuple[int, int], list[int]] = {}
     for number, segment in enumerate(segments):
         numbers.setdefault((segment.directory, segment.file), []).append(number)
-    rows = [
-        (number, begin, end, crc)
-        for directory, windows in journaled.items()
-        for file, begin, end, crc, _ in windows.claims().tolist()
-        for number in numbers.get((directory, file), ())
-        if segments[number].begin <= begin and end <= segments[number].end
-    ]
+    rows: list[tuple[int, int, int, int]] = []
+    for directory, windows in journaled.items():
+        for file, begin, end, crc, _ in windows.claims().tolist():
+            for number in numbers.get((directory, file), ()):
+                if segments[number].begin <= begin and end <= segments[number].end:
+                    rows.append((number, begin, end, crc))
     return np.asarray(sorted(rows), np.int64).reshape(-1, CLAIM_COLUMNS)
 
 

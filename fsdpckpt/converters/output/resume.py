@@ -67,9 +67,11 @@ def source_copies(
     with group.step("identify the sources"), group.heartbeat(), ThreadPoolExecutor(_LOOKUPS) as pool:
         rows = list(pool.map(lambda each: _identity_row(each[0], sources) if each[1] else [], data))
     everyone = cast("list[list[list[Any]]]", group.all_gather_objects(rows, name="copies of the sources"))
-    return [
-        [FileIdentity(*row) for row in dict.fromkeys(map(tuple, rows)) if row] for rows in zip(*everyone, strict=True)
-    ]
+    copies: list[list[FileIdentity]] = []
+    for of_file in zip(*everyone, strict=True):  # what each rank sees of one file; nothing where it does not see it
+        distinct = dict.fromkeys(tuple(row) for row in of_file if row)
+        copies.append([FileIdentity(*row) for row in distinct])
+    return copies
 
 
 def _identity_row(file: Stored, sources: Sources) -> list[object]:

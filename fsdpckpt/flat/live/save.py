@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -347,9 +348,10 @@ def with_orders(by_rank: Mapping[int | None, Units]) -> Units:
             why="a units file lists the parameters of each group",
             next_step="make the optimizer with the same groups on every rank",
         )
-    united: Groups = tuple(
-        tuple(dict.fromkeys(name for of_rank in groups for name in of_rank[number])) for number in range(len(groups[0]))
-    )
+    joined: list[tuple[str, ...]] = []
+    for same_group in zip(*groups, strict=True):  # what each rank lists of one group
+        joined.append(tuple(dict.fromkeys(chain(*same_group))))
+    united: Groups = tuple(joined)
     orders: dict[Groups, list[int]] = {}
     for rank, of_rank in enumerate(groups):
         if of_rank != united:

@@ -138,7 +138,10 @@ def keyed_groups(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[st
     order, keys = units.optimizer_keys(), listed_keys(units, names)
     if sum(map(len, keys)) != len(set().union(*keys)):
         return None
-    return tuple(tuple(key for key in order if key in group) for group in map(frozenset, keys))
+    groups: list[tuple[str, ...]] = []
+    for group in map(frozenset, keys):
+        groups.append(tuple(key for key in order if key in group))
+    return tuple(groups)
 
 
 def listed_keys(units: Units, names: Sequence[Sequence[str]]) -> list[list[str]]:

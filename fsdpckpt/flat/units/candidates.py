@@ -320,10 +320,10 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
         return token is None or token in expected[keys[key]]
 
     ends = list(accumulate(map(len, ids), initial=0))
-    groups: list[Groups | None] = [
-        tuple(tuple(keys[position] for position in positions[low:high]) for low, high in pairwise(ends))
-        for positions in in_order([len(group) for group in ids], len(keys), fits, effort=_MOST) or ()
-    ]
+    groups: list[Groups | None] = []
+    for positions in in_order([len(group) for group in ids], len(keys), fits, effort=_MOST) or ():
+        in_positions = [keys[position] for position in positions]
+        groups.append(tuple(tuple(in_positions[low:high]) for low, high in pairwise(ends)))
     return groups or ([None] if sliced else [])
 
 

@@ -136,9 +136,11 @@ def _with_names(units: Units, names: _NewNames, paths: _NewNames) -> Units:
 
 def _groups(units: Units, groups: Groups, renamed: Units, names: _NewNames) -> Groups | None:
     """``groups`` of ``units`` as those of ``renamed``; None if a flat parameter would be in two of them."""
-    members = {unit.key: tuple(param.name for param in unit.params) for unit in units.units}
+    members = {unit.key: [param.name for param in unit.params] for unit in units.units}
     listed: list[list[str]] = []
     for group in groups:
-        originals = [name for key in group for name in ((key,) if units.use_orig_params else members.get(key, (key,)))]
+        originals: list[str] = []
+        for key in group:
+            originals += [key] if units.use_orig_params else members.get(key, [key])
         listed.append([names[name] for name in originals if name in names])
     return regrouped(renamed, listed)

@@ -352,8 +352,9 @@ def _without_groups_of_another(units: Units, checkpoint: Checkpoint) -> Units:
 def _returns(units: Units, names: Sequence[str]) -> bool:
     """Whether ``names`` come back to a flat parameter after those of another one."""
     unit_of = units.unit_of()
-    keys = [key for key, _ in groupby(unit_of[name].key if name in unit_of else name for name in names)]
-    return len(keys) != len(set(keys))
+    keys = [unit_of[name].key if name in unit_of else name for name in names]
+    runs = [key for key, _ in groupby(keys)]
+    return len(runs) != len(set(runs))
 
 
 def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:

@@ -180,7 +180,10 @@ class _Parser:
     def _refuse(
         self, what: str, *, key: str | None = None, expected: str | None = None, found: object = None
     ) -> NoReturn:
-        text = None if found is None else found[:200] if isinstance(found, str) else truncate(found)
+        if isinstance(found, str):
+            text: str | None = found[:200]
+        else:
+            text = None if found is None else truncate(found)
         raise damaged(self._file, what, expected, text, key=key, why=_WHY)
 
     def parse(self, root: object) -> DcpMetadata:

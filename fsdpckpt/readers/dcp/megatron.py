@@ -119,8 +119,9 @@ def _backend(entry: Entry | None, sources: Sources) -> str | None:
 
 
 def _directory_of(iteration: str) -> str | None:
-    number = iteration.isascii() and iteration.isdecimal()
-    return f"iter_{int(iteration):07d}" if number else "release" if iteration == "release" else None
+    if iteration.isascii() and iteration.isdecimal():
+        return f"iter_{int(iteration):07d}"
+    return "release" if iteration == "release" else None
 
 
 def _read_torch_dist(
@@ -404,5 +405,7 @@ def _without_classes(value: Value) -> Value:
     if isinstance(value, tuple):
         return tuple(_without_classes(item) for item in value)
     if isinstance(value, Object) and (value.function.module.startswith("megatron.") or value.function.name in _PLAIN):
-        return _without_classes(value.state if isinstance(value.state, dict) else value.args[0] if value.args else None)
+        if isinstance(value.state, dict):
+            return _without_classes(value.state)
+        return _without_classes(value.args[0] if value.args else None)
     return value

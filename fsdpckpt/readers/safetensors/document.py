@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
@@ -161,9 +161,12 @@ def _references(data: Json) -> set[str]:
     stack: list[Json] = [data]
     while stack:
         item = stack.pop()
-        if isinstance(item, dict) and isinstance(key := item.get("$tensor"), str):
-            keys.add(key)
-        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        inner: Iterable[object] = item if isinstance(item, list) else ()
+        if isinstance(item, dict):
+            inner = item.values()
+            key = item.get("$tensor")
+            if isinstance(key, str):
+                keys.add(key)
         stack.extend(value for value in inner if isinstance(value, (dict, list)))
     return keys
 

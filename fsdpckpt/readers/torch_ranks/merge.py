@@ -125,7 +125,7 @@ class RankMerge:
         changed = list(values)
         for name, blocks in states.items():
             plain = [i for i in present if isinstance(values[i].get(name), Distributed)]
-            uneven = [i for i in plain if any(prod(box.size) for box in cast("Distributed", values[i][name]).boxes)]
+            uneven = [i for i in plain if _has_elements(cast("Distributed", values[i][name]))]
             flat = self._sharded is None and len(self._ranks_of(present)) > 1
             if uneven or flat:
                 key = dotted((*path, name))
@@ -336,6 +336,10 @@ def _with_common_nan(mapping: dict[Key, object]) -> dict[Key, object]:
     """``mapping`` with ``math.nan`` for its first key that is NaN: the NaN of each rank's file equals no other."""
     own = next((key for key in mapping if key != key), None)  # noqa: PLR0124 (only NaN differs from itself)
     return mapping if own is None else {math.nan if key is own else key: item for key, item in mapping.items()}
+
+
+def _has_elements(held: Distributed) -> bool:
+    return any(prod(box.size) for box in held.boxes)
 
 
 def _located(value: object, file: RankFile) -> Value:

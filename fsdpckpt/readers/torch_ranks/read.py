@@ -193,12 +193,11 @@ def _vectors_differ(tensor: Tensor, files: FileTable, sources: Sources) -> bool:
         data = np.frombuffer(sources.open_file(read[file]).read(begin, nbytes), f"V{itemsize}")
         return as_strided(data, (count,), (step * itemsize,)).tobytes()
 
-    return any(
-        block(*place, first) != expected
-        for first in range(0, tensor.numel, most)
-        for expected in [block(*places[0], first)]
-        for place in places[1:]
-    )
+    for first in range(0, tensor.numel, most):
+        expected = block(*places[0], first)
+        if any(block(*place, first) != expected for place in places[1:]):
+            return True
+    return False
 
 
 def _by_rank(tensor: Tensor, world_size: int) -> tuple[Value, ...]:
@@ -259,10 +258,11 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
         by_id = _by_id(optimizers[0])
         keys: Mapping[str, ParamKey] = {name: number if by_id else name for number, name in enumerate(chain(*union))}
         if by_id:
-            pairs = zip(ranks, names, strict=True)
-            tree.orders[path] = {
-                rank: [[keys[name] for name in group] for group in groups] for rank, groups in pairs if groups != union
-            }
+            orders: dict[int, list[list[ParamKey]]] = {}
+            for rank, groups in zip(ranks, names, strict=True):
+                if groups != union:
+                    orders[rank] = [[keys[name] for name in group] for group in groups]
+            tree.orders[path] = orders
         texts = {name: text for pair in zip(optimizers, names, strict=True) for name, text in _param_names(*pair)}
         for index, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
             tree.problems += _unlisted(optimizer, ranks[index])
@@ -388,12 +388,11 @@ def _rekeyed(
     new = {key: keys[name] for key, name in zip(listed, chain(*members), strict=True)}
     changed = {**optim, "state": {new.get(key, key): states for key, states in optim["state"].items()}}
     if groups is not None:
-        changed["param_groups"] = [
-            {
-                **group,
-                "params": [keys[name] for name in names],
-                **({"param_names": [texts.get(name, name) for name in names]} if "param_names" in group else {}),
-            }
-            for group, names in zip(optim["param_groups"], union, strict=True)
-        ]
+        regrouped: list[dict[Key, object]] = []
+        for group, names in zip(optim["param_groups"], union, strict=True):
+            listing: dict[Key, object] = {**group, "params": [keys[name] for name in names]}
+            if "param_names" in group:
+                listing["param_names"] = [texts.get(name, name) for name in names]
+            regrouped.append(listing)
+        changed["param_groups"] = regrouped
     return changed

@@ -162,9 +162,11 @@ def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[s
     if not missing:
         return
     damaged = sum(name in sizes for name in missing)
+    what = "missing or damaged"
+    if damaged in (0, count):
+        what = "damaged" if damaged else "missing"
     raise SourceIncompleteError(
-        f"{directory}: {plural(count, 'rank file', 'are')} "
-        + ("missing" if not damaged else "damaged" if damaged == count else "missing or damaged"),
+        f"{directory}: {plural(count, 'rank file', 'are')} {what}",
         details=[
             name if name not in sizes else f"{name} is not a torch.save file ({bytes_text(sizes[name])})"
             for name in missing
