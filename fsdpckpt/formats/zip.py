@@ -229,7 +229,7 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int, start: in
         )
     if refused:
         raise SourceUnsupportedError(
-            f"{source.path} holds compressed or encrypted records",
+            f"{source.path} contains compressed or encrypted records",
             details=refused,
             file=source.path,
             why="torch.save stores records as they are; another program packed this file",

@@ -75,11 +75,11 @@ def _contradiction(
 ) -> tuple[type[SourceError], str, str | None, str | None]:
     """What ``_describe`` returns for things that are all there and do not fit together."""
     if kinds == {"shape"}:
-        return SourceCorruptError, "holds a model and an optimizer of different shapes", *_why_misshapen(wrong)
+        return SourceCorruptError, "contains a model and an optimizer of different shapes", *_why_misshapen(wrong)
     if kinds == {"config"}:
         why = "a shard of the model is missing, or one rank's part was saved; or config.json is another model's"
         next_step = f"copy the missing files; if config.json does not belong to these weights, add {flags.ignore_file}"
-        return SourceCorruptError, "does not hold the model that its config.json describes", why, next_step
+        return SourceCorruptError, "does not contain the model that its config.json describes", why, next_step
     if kinds == {"parameter-order"}:
         what = "does not say which parameter each of its optimizer's states belongs to"
         why = "an id, or a place in a list, may be one parameter for the optimizer or a rank, and another for the model"

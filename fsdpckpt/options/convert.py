@@ -306,7 +306,7 @@ class ConvertOptions(OptionRecord):
         synonyms=("hard-link", "hardlink", "reflink", "symlink"),
     )
     overwrite: bool = option(
-        "Replace the checkpoint at DST; refused if DST holds anything else.",
+        "Replace the checkpoint at DST; refused if DST contains anything else.",
         Heading.SAFETY,
         default=False,
         synonyms=("force", "f", "replace"),

@@ -56,11 +56,11 @@ def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:
     if kind == RANKS:
         refuse_directories_of_ranks(source, [relative[part] for part in parts])
     raise SourceUnsupportedError(
-        f"{source} holds one model in parts: the files of {len(parts)} {kind}",
+        f"{source} contains one model in parts: the files of {len(parts)} {kind}",
         details=[relative[part] for part in parts],
         most_shown=MAX_CANDIDATES,
         file=source,
-        why="each holds plain tensors, and how these go together is in the code of the model, not in the files",
+        why="each contains plain tensors, and how these go together is in the code of the model, not in the files",
         next_step="merge them with the script of the trainer that wrote them; or save DTensors, or a DCP checkpoint, "
         "which record it",
     )
@@ -81,7 +81,7 @@ def refuse_directories_of_ranks(source: str, labels: Sequence[str]) -> None:
     files = f"{shlex.quote(above or '.')}/*rank*/*{posixpath.splitext(name)[1]}"
     target = 'ranks/$(basename "${f%.*}")_$(basename "$(dirname "$f")").${f##*.}'
     raise SourceUnsupportedError(
-        f"{source} holds the files of {len(paths)} ranks, each in a directory of its own",
+        f"{source} contains the files of {len(paths)} ranks, each in a directory of its own",
         details=paths,
         most_shown=MAX_CANDIDATES,
         file=source,
@@ -104,7 +104,7 @@ def _refuse_named_parts(source: str, places: Sequence[str]) -> None:
     kind, total = max(counted.values(), key=lambda found: found[1])
     what = f"{total} {kind}" if several else "a model that is saved weight by weight"
     raise SourceUnsupportedError(
-        f"{source} holds one model in parts: the files of {what}",
+        f"{source} contains one model in parts: the files of {what}",
         details=sorted(counted, key=natural),
         most_shown=MAX_CANDIDATES,
         file=source,
@@ -132,7 +132,7 @@ def _refuse_recorded_part(part: ReadPart) -> None:
             f"{part.label} is one part of a model",
             details=[f"its arguments say {name}={size}" for name, size in sizes.items()],
             file=part.label,
-            why="each holds plain tensors, and how these go together is in the code of the model, not in the files",
+            why="each contains plain tensors, and how these go together is in the code of the model, not in the files",
             next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
         )
 
@@ -154,7 +154,7 @@ def require_one_each(source: str, parts: Sequence[ReadPart], sources: Sources) -
             continue
         refuse_counted_parts(source, [_place(part.origin) for part in candidates])
         labels = sorted((part.label for part in candidates), key=natural)
-        what_is_wrong = f"{source} holds {len(labels)} candidates for the {what}"
+        what_is_wrong = f"{source} contains {len(labels)} candidates for the {what}"
         why = (
             "several checkpoints are in one directory, or the same weights in several forms (files that a tool "
             "consolidated may hold zeros where the shards hold values)"
@@ -295,7 +295,7 @@ def several_checkpoints(
     ordered = sorted(candidates, key=natural)
     lost = [pointer_text(pointer) for pointer in pointers(path, ordered, sources) if pointer.target is None]
     return SeveralCheckpointsError(
-        f"{path} holds {plural(len(ordered), 'checkpoint')}",
+        f"{path} contains {plural(len(ordered), 'checkpoint')}",
         details=ordered,
         most_shown=MAX_CANDIDATES,
         why="; ".join((why or _EACH, *lost)),

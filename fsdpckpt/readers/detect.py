@@ -262,7 +262,7 @@ class _Opening:
         if not isinstance(tree.root, dict):
             kind = "tensor" if isinstance(tree.root, Tensor) else type(tree.root).__name__
             raise SourceUnrecognisedError(
-                f"{part.label} holds a single {kind}, not a state dict",
+                f"{part.label} contains a single {kind}, not a state dict",
                 file=part.label,
                 expected="a dict of tensors, or of models and optimizers",
                 found=kind,
@@ -271,7 +271,7 @@ class _Opening:
         read = replace(read_part(part, tree), file_numbers=(first, len(self.files.files())))
         if part.ranks_inferred and not read.auxiliary and read.whole():
             raise NeedsInformationError(
-                f"{part.label}: each of these files holds whole tensors",
+                f"{part.label}: each of these files contains whole tensors",
                 why="they may be different checkpoints, or the parts of tensor-parallel ranks",
                 next_step="if each is a checkpoint of its own, name one of them; parts have to be merged with the "
                 "script of the trainer that wrote them",
@@ -304,7 +304,7 @@ class _Opening:
         names = self.search.listing(self.source).names
         if UNFINISHED in names:
             return SourceIncompleteError(
-                f"{self.source} holds nothing but {UNFINISHED}",
+                f"{self.source} contains nothing but {UNFINISHED}",
                 file=self.source,
                 why="the save did not finish, or still runs: the data files and .metadata are written later",
                 next_step="wait for the save, or use the checkpoint before this one",

@@ -121,7 +121,7 @@ def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Map
     if any(leaf.ndim and leaf.dtype.kind == "float" for leaf in leaves):
         return
     raise SourceUnrecognisedError(
-        f"{source} holds no model and no optimizer",
+        f"{source} contains no model and no optimizer",
         details=[part.label for part in parts],
         file=source,
         expected="tensors by name, or the state dict of an optimizer",
@@ -184,7 +184,7 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
         keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
         return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing), for_verify=True)]
     raise NeedsInformationError(
-        f"{source} holds a model and an optimizer that have no parameter name in common",
+        f"{source} contains a model and an optimizer with no parameter name in common",
         details=[f"{with_model.label}: {some_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
         why="they belong to different models, or a tool renamed the parameters of one of them (torchtune saves weights "
         "under Hugging Face's names, and its optimizer under its own)",

@@ -44,7 +44,7 @@ def beside_steps(
         ignored = [f"{flags.ignore_file(glob)}" for glob in _globs([relative_path(step, source) for step in ordered])]
         other = f"add {' '.join(ignored)} to read what is beside the steps"
     return SeveralCheckpointsError(
-        f"{path} holds a checkpoint of its own, and those of {names}",
+        f"{path} contains a checkpoint of its own, and those of {names}",
         details=[*labels, *ordered],
         most_shown=MAX_CANDIDATES + 1,
         why="the one beside them may be the last of these steps, an export, or of another run",
@@ -62,6 +62,6 @@ def _globs(steps: Sequence[str]) -> list[str]:
 def with_final_model(origin: Origin) -> SeveralCheckpointsError:
     """The checkpoints of a run with its final model, which is at ``origin``, for a caller that lists them."""
     return SeveralCheckpointsError(
-        f"{origin.source} holds the final model of a run and its checkpoints",
+        f"{origin.source} contains the final model of a run and its checkpoints",
         checkpoints=[origin.directory, *sorted(origin.steps, key=natural)],
     )

@@ -112,7 +112,7 @@ def check_target(target: str, source: str, *, state: TargetState) -> None:
     if not target:
         raise UsageError("DST is empty", why=EMPTY, next_step="give a DST")
     if "\0" in target:
-        raise UsageError("DST holds a NUL byte", file=target, next_step="give another DST")
+        raise UsageError("DST contains a NUL byte", file=target, next_step="give another DST")
     _refuse_tilde(target)
     with target_errors(target):
         real = os.path.realpath(target)

@@ -242,7 +242,7 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
         torch.save("no state dict", tmp_path / f"run{number}x" / "model.pt")
     done = run("verify", tmp_path)
     assert done.code == 4
-    assert f"{tmp_path} holds 8 checkpoints" in done.err
+    assert f"{tmp_path} contains 8 checkpoints" in done.err
     shown = run("inspect", tmp_path)
     assert (shown.code, shown.out.count("  no\n")) == (3, 8), "none of them can be read"
 

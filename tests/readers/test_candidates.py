@@ -55,7 +55,7 @@ def test_files_by_rank_stage_expert_or_shard_are_one_model(name: str, kind: str,
         put(HALF, tmp_path / name.format(number, number))
     with pytest.raises(SourceUnsupportedError) as error:
         opened(tmp_path)
-    assert error.value.what == f"{tmp_path} holds one model in parts: the files of 4 {kind}"
+    assert error.value.what == f"{tmp_path} contains one model in parts: the files of 4 {kind}"
     assert error.value.exit_code == 3 and "--ignore-file" not in error.value.text
     assert len(error.value.details) == 4 and "and 1 more" in error.value.text
 
@@ -156,7 +156,7 @@ def test_what_the_latest_file_names_is_proposed(tmp_path: Path) -> None:
 def test_a_link_to_the_newest_is_no_candidate(tmp_path: Path) -> None:
     steps(tmp_path, "step-1", "step-2")
     (tmp_path / "latest").symlink_to("step-2")
-    with pytest.raises(NeedsInformationError, match="holds 2 checkpoints"):
+    with pytest.raises(NeedsInformationError, match="contains 2 checkpoints"):
         opened(tmp_path)
     assert opened(tmp_path / "latest").model is not None
 

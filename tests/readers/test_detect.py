@@ -157,7 +157,7 @@ def test_the_last_rank_of_one_set_is_missed_because_the_other_set_has_it(tmp_pat
 def test_numbered_files_that_are_whole_are_not_taken_for_ranks(content: Any, tmp_path: Path) -> None:
     for number in (0, 1):
         save(content, tmp_path / f"run_{number}.pt")
-    with pytest.raises(NeedsInformationError, match="each of these files holds whole tensors"):
+    with pytest.raises(NeedsInformationError, match="each of these files contains whole tensors"):
         opened(tmp_path)
 
 
@@ -459,7 +459,7 @@ def test_one_of_many_directories_that_cannot_be_read_shows_that_each_is_a_checkp
         save({"model": MODEL}, tmp_path / name / "model.pt")
     damaged = tmp_path / "d" / "model.pt"
     damaged.write_bytes(damaged.read_bytes()[:200])
-    with pytest.raises(NeedsInformationError, match="holds 7 checkpoints") as error:
+    with pytest.raises(NeedsInformationError, match="contains 7 checkpoints") as error:
         opened(tmp_path)
     assert set(error.value.details) == {str(tmp_path / name) for name in "abcdefg"}
     (tmp_path / "a" / "model.pt").unlink()
@@ -478,7 +478,7 @@ def test_a_directory_that_is_being_uploaded_is_refused(tmp_path: Path) -> None:
 def test_a_model_and_an_optimizer_of_two_steps_are_never_joined(tmp_path: Path) -> None:
     save(MODEL, tmp_path / "step-10" / "model.pt")
     save(OPTIM, tmp_path / "step-20" / "optimizer.pt")
-    with pytest.raises(NeedsInformationError, match="holds 2 checkpoints"):
+    with pytest.raises(NeedsInformationError, match="contains 2 checkpoints"):
         opened(tmp_path)
 
 
@@ -509,7 +509,7 @@ def test_what_a_trainer_keeps_above_the_folder_of_a_role_is_not_mixed_with_it(tm
     (note,) = [note.message for note in found.notes if note.kind == "found-below"]
     assert note == f"the checkpoint was found in {step}/actor; not copied from {step}: data.pt"
     verl(step / "critic")
-    with pytest.raises(NeedsInformationError, match="holds 2 checkpoints") as error:
+    with pytest.raises(NeedsInformationError, match="contains 2 checkpoints") as error:
         opened(step)
     assert set(error.value.details) == {f"{step}/actor", f"{step}/critic"}
 

@@ -56,7 +56,7 @@ def test_shards_are_refused_with_the_version_that_reads_them(
         torch.save(content if metadata else {"model": content["model"]}, source / name.format(rank))
     for path in (source, source / name.format(1)):
         for read in (fsdpckpt.inspect, fsdpckpt.api.verify):  # type: ignore[attr-defined]
-            with pytest.raises(SourceUnsupportedError, match=f"holds shards of {library}'s FSDP") as refused:
+            with pytest.raises(SourceUnsupportedError, match=f"contains shards of {library}'s FSDP") as refused:
                 read(path)
     assert 'pip install "fsdpckpt==0.1.*"' in str(refused.value)
     assert str(refused.value.file).startswith(str(source))

@@ -76,7 +76,7 @@ def test_a_part_of_the_weights_is_a_problem_of_every_command(
         problems = fsdpckpt.verify(path).problems
         assert {problem.kind for problem in problems} == {"config"}
         assert said <= {problem.message.partition("states ")[2].partition(" ")[0] for problem in problems}
-        with pytest.raises(SourceCorruptError, match=r"does not hold the model that its config\.json describes"):
+        with pytest.raises(SourceCorruptError, match=r"does not contain the model that its config\.json describes"):
             fsdpckpt.convert(path, tmp_path / "o.pt")
     fsdpckpt.convert(source, tmp_path / "o.pt", ignore_file=["config.json"])
     assert set(torch.load(tmp_path / "o.pt")["model"]) <= set(llama)

@@ -88,7 +88,7 @@ def explain_why_overwrite_is_refused(target: str) -> Iterator[None]:
 def foreign_files_error(target: str, names: Iterable[str]) -> TargetExistsError:
     """The error for files at ``target`` that do not belong to a checkpoint. ``names``: their paths below it."""
     return _refused_error(
-        f"{target} holds files that do not belong to a checkpoint, and {flags.overwrite} would delete them",
+        f"{target} contains files that do not belong to a checkpoint, and {flags.overwrite} would delete them",
         target,
         _listed(names),
         why=f"{flags.overwrite} replaces a checkpoint, and nothing else",

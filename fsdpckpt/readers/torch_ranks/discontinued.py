@@ -38,7 +38,7 @@ def refuse_discontinued(root: Value, file: str) -> None:
 
 def _discontinued_error(library: str, file: str, key: str | None) -> SourceUnsupportedError:
     return SourceUnsupportedError(
-        f"{file} holds shards of {library}'s FSDP, which this version does not read",
+        f"{file} contains shards of {library}'s FSDP, which this version does not read",
         file=file,
         key=key,
         why=f"{library} is no longer developed, and version 0.1 of fsdpckpt was the last to read its shards",
