@@ -19,6 +19,7 @@ from fsdpckpt.ir.files import path_of
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.sections import alone
+from fsdpckpt.ir.state_shapes import without_states
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, spans_of
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural, some_of
@@ -196,9 +197,10 @@ def state_completeness(optim: Optimizer) -> Iterator[Problem]:
                 yield _state_problem(key, f"optim {key}: listed more than once in the param groups (again in {number})")
             seen.add(key)
     if optim.state:
+        lacking = set(without_states(optim))
         for number, keys in enumerate(groups):
             for key in keys:
-                if not optim.state.get(key):
+                if key in lacking:
                     yield _state_problem(key, f"optim {key}: in param group {number}, but has no optimizer state")
             yield from _uneven_states(number, keys, optim.state)
     for key in optim.state:

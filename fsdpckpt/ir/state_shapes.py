@@ -88,8 +88,10 @@ class ShownShapes:
                     yield shown.name, shown.shape
 
     def _covers_no_parameter(self, key: ParamKey, states: Mapping[str, Tensor | Value]) -> bool:
-        """Whether the states are known to be of a projection, or of chosen elements alone."""
-        return key in self._in_low_rank or not _NOT_ALL_ELEMENTS.isdisjoint(states)
+        """Whether the states are known to be of a projection, of chosen elements alone, or of all parameters."""
+        return (
+            key in self._in_low_rank or not _NOT_ALL_ELEMENTS.isdisjoint(states) or spanning_state(states) is not None
+        )
 
 
 def mirrors(name: str) -> bool:
@@ -102,6 +104,22 @@ def spanning_state(states: Mapping[str, Tensor | Value]) -> str | None:
     none.
     """
     return next((name for name in states if name in _SPANNING), None)
+
+
+def spanning_key(optim: Optimizer) -> tuple[ParamKey, str] | None:
+    """The parameter that holds the states of all, and the first of these; None if each has its own."""
+    found = ((key, spanning_state(states)) for key, states in optim.state.items())
+    return next(((key, state) for key, state in found if state is not None), None)
+
+
+def without_states(optim: Optimizer) -> list[ParamKey]:
+    """The parameters that a group lists and that have no states although others have.
+
+    Empty for an optimizer that keeps no states at all, and for one that keeps those of all with its first parameter.
+    """
+    if not any(optim.state.values()) or spanning_key(optim) is not None:
+        return []
+    return [key for key in optim.grouped_keys() if not optim.state.get(key)]
 
 
 def _whole_states(states: Mapping[str, Tensor | Value]) -> Iterator[ShownShape]:

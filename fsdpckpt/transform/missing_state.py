@@ -19,7 +19,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Zeros
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.state_shapes import Shape, shaped_states
+from fsdpckpt.ir.state_shapes import Shape, shaped_states, without_states
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
@@ -34,17 +34,15 @@ _ZEROS_ALIGNMENT = 64  # bytes; every tensor of zeros has its own, or several wo
 
 
 def without_state(checkpoint: Checkpoint, units: Units | None = None) -> list[ParamKey]:
-    """The parameters that a group lists and that have no state although others have.
-
-    Leaves out those that are frozen or have no elements, as far as ``units`` say so. Empty for an optimizer that keeps
-    no states at all.
+    """``without_states`` of the optimizer, without those that are frozen or have no elements, as far as ``units`` say
+    so.
     """
     optim = checkpoint.optim
-    if optim is None or not any(optim.state.values()):
+    if optim is None:
         return []
     params = units.params() if units is not None else {}
     stateless = {name for name, param in params.items() if not (param.requires_grad and param.numel)}
-    return [key for key in optim.grouped_keys() if not optim.state.get(key) and key not in stateless]
+    return [key for key in without_states(optim) if key not in stateless]
 
 
 def fill(checkpoint: Checkpoint, choice: Choice, *, read: Read, units: Units | None = None) -> Checkpoint:

@@ -246,7 +246,9 @@ def _group_of_each(groups: Sequence[Sequence[object]]) -> list[int]:
 def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys:
     """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
     certain = tuple(name for name in order.names if name not in order.uncertain)
-    choices = [certain, order.names] if len(certain) == len(ids.numbers) else [order.names]
+    # That the others are second names of these is proved by equal matrices, not by equal vectors.
+    proved = len(certain) == len(ids.numbers) and not order.alike
+    choices = [certain, order.names] if proved else [order.names]
     for names in dict.fromkeys(choices):
         answers = in_order(group_sizes, len(names), ids.may_be(names, order))
         if answers is None:

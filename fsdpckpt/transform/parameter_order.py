@@ -38,12 +38,14 @@ class Doubt(Flag):
 
     ``OPTIMIZER``: the optimizer may lack it (buffers, frozen parameters). ``MODEL``: ``model.parameters()`` may lack it
     (buffers, later names of shared parameters). ``PLAIN``: a plain tensor beside distributed ones, which is a buffer
-    unless FSDP ignored a frozen parameter.
+    unless FSDP ignored a frozen parameter. ``ALIKE``: a vector that has the checksums of another one: it may be that
+    one under a second name, or both are zeros since they were made.
     """
 
     OPTIMIZER = auto()
     MODEL = auto()
     PLAIN = auto()
+    ALIKE = auto()
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ class ParameterOrder(Listing):
     def plain(self) -> frozenset[str]:
         """The names of plain tensors beside distributed ones."""
         return self._with(Doubt.PLAIN)
+
+    @cached_property
+    def alike(self) -> frozenset[str]:
+        """The names of vectors that have the checksums of others, which proves nothing of them."""
+        return self._with(Doubt.ALIKE)
 
     def _with(self, doubt: Doubt) -> frozenset[str]:
         return frozenset(self.names[row] for row, doubts in self.doubts.items() if doubt in doubts)
@@ -373,6 +380,7 @@ def from_model(
     if not tensors:
         return None
     shared, uncertain = _repeats(tensors, checkpoint.checksums)
+    alike = {name for name in uncertain if tensors[name].ndim < 2}
     names = [name for name in tensors if name not in shared]
     open_names = [] if buffers else [name for name in names if tensors[name].sharded is not True and name not in keyed]
     # Beside distributed tensors a plain one is a buffer. A DCP directory has small parameters in one piece, too.
@@ -388,6 +396,7 @@ def from_model(
             doubt |= Doubt.PLAIN
         elif name in doubtful:
             doubt |= Doubt.MODEL
+        doubt |= Doubt.ALIKE if name in alike else Doubt(0)
         if doubt:
             doubts[row] = doubt
     held = ((name, tensors[name]) for name in names)

@@ -42,6 +42,7 @@ from fsdpckpt.transform.parameter_order import (
     listed_param_names,
     parameter_orders,
 )
+from fsdpckpt.transform.spanning import require_same_members
 
 _KEYS_IN_MESSAGE = 12
 
@@ -160,6 +161,8 @@ def to_ids(
         # Groups that list places in the model do not list the optimizer's order.
         lists_places = id_rule_of(checkpoint) is IdRule.MODEL
         counted = _group_by_group(groups, order, others, checkpoint, lists_places=lists_places)
+    if optim.groups is not None:
+        require_same_members(checkpoint, list(chain(*counted.groups)), f"the ids would be {counted.how}")
     table = Table.of(checkpoint)
     names = table.member_names()
     member_of = {name: member for member, name in names.items()}

@@ -18,6 +18,7 @@ from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.table import Table, names_of
 from fsdpckpt.ir.values import with_tensors
 from fsdpckpt.text import plural, some_of
+from fsdpckpt.transform.spanning import refuse_spanning
 
 KEYS_IN_MESSAGE = 5  # of a note: its ``keys``, in --json, has them all
 
@@ -215,7 +216,14 @@ def keep_keys(
     stay += [(old, new) for old, new in kept.items() if old != new]
     tied = [Note("tied", f"{old} is left out; the parameter stays as {new}, with its states", old) for old, new in stay]
     selected = with_names(checkpoint, kept, Note("dropped", message, keys=tuple(dropped)), table.moved(became))
+    if _count_members(selected) < _count_members(checkpoint):
+        refuse_spanning(checkpoint, f"{flags.include}/{flags.exclude} leave out {some_of(dropped, KEYS_IN_MESSAGE)}")
     return selected.noted(*tied)
+
+
+def _count_members(checkpoint: Checkpoint) -> int:
+    """How many parameters the optimizer trains."""
+    return len(list(checkpoint.optim.grouped_keys())) if checkpoint.optim is not None else 0
 
 
 def none_left(source: str, keys: int) -> NoKeyMatchesError:

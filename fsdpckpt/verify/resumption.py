@@ -14,6 +14,7 @@ from fsdpckpt import flags
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.state_shapes import without_states
 from fsdpckpt.ir.values import Value, find_value
 from fsdpckpt.producers import Flavor, Form, RankFileName, extra_keys
 from fsdpckpt.producers.recognition import flavor_named, layout_of_form
@@ -152,16 +153,9 @@ def _missing_of_optimizer(optim: Optimizer, flavor: Flavor, form: Form) -> Itera
         hint = f" (if DeepSpeed made it, convert it with {flags.no_weight_decay('standard')})"
         one = len(optim.groups) == 1
         yield f"the optimizer has {count}; {flavor.name} makes two, and cannot load this one{hint if one else ''}"
-    without = _without_state(optim)
+    without = without_states(optim)  # PyTorch's loaders ask for the states of all
     if without:
         yield f"{plural(len(without), 'parameter')} of the optimizer have no state, {without[0]} first"
-
-
-def _without_state(optim: Optimizer) -> list[str]:
-    """The parameters without states, if others have some: PyTorch's loaders ask for the states of all."""
-    if not any(optim.state.values()):
-        return []  # SGD without momentum has none
-    return [str(key) for key in optim.grouped_keys() if not optim.state.get(key)]
 
 
 def _wrong_ranks(checkpoint: Checkpoint, form: Form, ranks: int) -> Iterator[str]:

@@ -187,6 +187,25 @@ def test_copies_that_differ_are_not_taken_for_a_tied_weight(tmp_path: Path) -> N
         _rekeyed(source, "name")
 
 
+@pytest.mark.parametrize("states", [{}, {0: "0.weight"}])
+def test_equal_vectors_are_not_taken_for_second_names(states: dict[int, str], tmp_path: Path) -> None:
+    """The bias of a norm, which is still zero, and a running mean of zeros are two tensors: which has no id is open."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.LayerNorm(4))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    content = optimizer.state_dict()
+    parameters = dict(model.named_parameters())
+    content["state"] = {key: {"momentum_buffer": torch.ones_like(parameters[name])} for key, name in states.items()}
+    zeros = ("1.bias", "2.running_mean", "3.bias")
+    held = {
+        name: torch.zeros(4) if name in zeros else torch.rand_like(value.float())
+        for name, value in model.state_dict().items()
+    }
+    held["2.num_batches_tracked"] = torch.tensor(0)
+    source = _open(tmp_path / "a.pt", {"model": held, "optimizer": content})
+    with pytest.raises(NeedsInformationError):
+        _rekeyed(source, "name")
+
+
 def test_names_that_fsdp_sorted_get_the_ids_they_had(tmp_path: Path) -> None:
     for number, groups in enumerate((_one_group, _by_dimension, _named)):
         model, optimizer = _trained(groups)

@@ -10,6 +10,7 @@ from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.options import MissingState
 from fsdpckpt.transform.sharded import refuse_casts, refuse_in_blocks
+from fsdpckpt.transform.spanning import refuse_spanning
 
 
 def refuse_states(draft: Draft, decision: Decision) -> Draft:
@@ -23,6 +24,7 @@ def refuse_states(draft: Draft, decision: Decision) -> Draft:
         _refuse_prodigy_slices(checkpoint)
     if decision.layout is Layout.FLATTENED:
         refuse_in_blocks(checkpoint, "FSDP1 cuts flat parameters inside of its blocks")
+        refuse_spanning(checkpoint, "each rank of FSDP1 has such states of its own slices, joined in their order")
     return draft
 
 
