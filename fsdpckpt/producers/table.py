@@ -395,7 +395,7 @@ MEGATRON = Flavor(
 
 MEGATRON_TORCH = Flavor(
     name="megatron-torch",
-    title="Megatron-LM's --ckpt-format torch, of one rank of the model",
+    title="Megatron-LM's --ckpt-format torch, of one or several tensor-parallel ranks",
     signs=(Signature((r"^model_optim_rng\.pt$",)),),
     state=r"^(model_optim_rng|distrib_optim)\.pt$",
 )

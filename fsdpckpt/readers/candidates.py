@@ -26,10 +26,10 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Object
 from fsdpckpt.readers.counters import RANKS, counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
+from fsdpckpt.readers.recorded_parts import parallel_sizes
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural, plural, some_of
@@ -38,8 +38,6 @@ MAX_CANDIDATES = 3  # that a message lists
 _EACH_FILE = "each of them is a checkpoint"
 _EACH = "each of these directories is a checkpoint"
 _MAX_POINTER_BYTES = 1024
-_ARGUMENTS = "args"
-_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NUMBERS = re.compile(r"\d+")
 _IN_DIRECTORY_OF_RANK = re.compile(r"(?:(.*)/)?(rank[-_]?\d+)/([^/]+\.(?:pt|pth|bin|ckpt))")
 _POINTER = re.compile(r"^latest", re.IGNORECASE)  # of DeepSpeed, Megatron, verl
@@ -122,18 +120,15 @@ def _refuse_recorded_part(part: ReadPart) -> None:
     root = part.tree.root
     if part.tree.container != Container.TORCH or part.tree.layout is not Layout.FULL or not isinstance(root, dict):
         return
-    arguments = root.get(_ARGUMENTS)
-    state = arguments.state if isinstance(arguments, Object) else arguments
-    if not isinstance(state, dict):
-        return
-    sizes = {name: size for name in _PARALLEL_SIZES if isinstance(size := state.get(name), int) and size > 1}
+    sizes = parallel_sizes(root, part.label)
     if sizes:
         raise SourceUnsupportedError(
             f"{part.label} is one part of a model",
             details=[f"its arguments say {name}={size}" for name, size in sizes.items()],
             file=part.label,
             why="each contains plain tensors, and how these go together is in the code of the model, not in the files",
-            next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
+            next_step="give the directory of the iteration (iter_0000500) with the files of all tensor-parallel ranks; "
+            "else load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
         )
 
 

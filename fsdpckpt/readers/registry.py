@@ -17,6 +17,7 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind
 from fsdpckpt.readers.dcp import DcpReader
 from fsdpckpt.readers.dcp.megatron import MegatronReader
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
+from fsdpckpt.readers.megatron_torch import MegatronTorchReader
 from fsdpckpt.readers.nanotron import NanotronReader
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, Reader, ReadOptions
 from fsdpckpt.readers.safetensors import SafetensorsReader
@@ -31,6 +32,7 @@ READERS: tuple[Reader, ...] = (
     DcpReader(),
     TorchCheckpointingReader(),
     NanotronReader(),
+    MegatronTorchReader(),
     SafetensorsReader(),
     DeepSpeedReader(),
     TorchShardsReader(),

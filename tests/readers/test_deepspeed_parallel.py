@@ -376,6 +376,19 @@ def test_tensor_parallel_ranks_without_a_map_are_refused(info: Any, found: str, 
     assert ("ds_to_universal" in str(error.value.next_step)) == patterns
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_random_states_that_a_training_kept_are_of_each_rank(stage: int, tmp_path: Path) -> None:
+    """``client_state`` of the ranks with a file of module states."""
+    job = Job(2, 2, stage)
+    kept = [content for content in job.files.values() if "module" in content]
+    for number, content in enumerate(kept):
+        content["rng"] = torch.full((4,), float(number))
+    save(job.files, tmp_path / "step")
+    found = opened(tmp_path / "step")
+    assert not fsdpckpt.verify(str(tmp_path / "step")).problems
+    assert len([extra for extra in found.rank_extra if extra.get("rng") is not None]) == len(kept)
+
+
 def test_ranks_that_contradict_each_other_are_corrupt(tmp_path: Path) -> None:
     job = Job(2, 1, 1)
     content = job.files["mp_rank_01_model_states.pt"]
@@ -392,9 +405,9 @@ def test_ranks_that_contradict_each_other_are_corrupt(tmp_path: Path) -> None:
 
 def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
     """Every value of a map in turn, and of what is beside it."""
-    job = Job(2, 1, 1, only=["bigcode.bias"])
+    job = Job(2, 1, 1, only=["norm"])
     save(job.files, tmp_path)
     assert opened(tmp_path).problems == ()
     name = "mp_rank_01_model_states.pt"
     content = {key: job.files[name][key] for key in ("param_shapes", "universal_checkpoint_info")}
-    assert refusals({name: {**content, "module": {"mask": torch.ones(2)}}}, tmp_path, seed=3) > 50
+    assert refusals({name: {**content, "module": {"mask": torch.ones(2)}}}, tmp_path, seed=3) > 30

@@ -1,96 +1,22 @@
-"""Which boxes of a parameter the shards of several model-parallel ranks hold, and where ZeRO's parts of a shard are in
-the parameter.
-
-A pipeline stage has whole parameters; a tied one is on several stages. A tensor-parallel rank has *pieces* of them.
-"""
+"""Computes where the parts that ZeRO makes of the shards of model-parallel ranks are in the whole parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from operator import mul
-from typing import TypeAlias
 
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.tensors import Box, Flattened, contiguous_stride
+from fsdpckpt.ir.tensors import Box, contiguous_stride
 from fsdpckpt.layouts.flattened import flat_boxes
 from fsdpckpt.readers.deepspeed.partitions import Slice
-
-Shape: TypeAlias = tuple[int, ...]
+from fsdpckpt.readers.model_shards import Piece, RankGrid, Shape, Shards, shard_of
 
 MAP_INFO = "universal_checkpoint_info"
 """The key of a file of module states under which tensor-parallel ranks say how their parameters are cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """``shard``: a box of a rank's shard; ``whole``: the one of the parameter that it is."""
-
-    shard: Box
-    whole: Box
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What one model-parallel rank holds of a parameter: a tensor of ``shape``, made of ``pieces``."""
-
-    shape: Shape
-    pieces: tuple[Piece, ...]
-
-    @classmethod
-    def of_whole(cls, shape: Shape) -> Shard:
-        """A shard that is the parameter itself."""
-        return cls(shape, (Piece(Box.whole(shape), Box.whole(shape)),))
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A parameter of ``shape``, by model-parallel rank."""
-
-    shape: Shape
-    by_rank: Mapping[int, Shard]
-
-    @cached_property
-    def replicated(self) -> frozenset[Box]:
-        """The boxes that several ranks hold."""
-        counts: dict[Box, int] = {}
-        for shard in self.by_rank.values():
-            for piece in shard.pieces:
-                counts[piece.whole] = counts.get(piece.whole, 0) + 1
-        return frozenset(box for box, count in counts.items() if count > 1)
-
-
-# The parts that ZeRO makes of shards
-
-
-@dataclass(frozen=True)
-class RankGrid:
-    """The ranks of a job: ``data`` ranks, among which ZeRO cuts the flat tensors of each of ``model`` model-parallel
-    ranks. They are numbered as AutoTP places them: the model-parallel ranks of one data rank are neighbours.
-    """
-
-    data: int
-    model: int = 1
-    _holders: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-
-    def number(self, data_rank: int, model_rank: int) -> int:
-        return data_rank * self.model + model_rank
-
-    @cached_property
-    def world(self) -> tuple[int, ...]:
-        """Every rank."""
-        return tuple(range(self.data * self.model))
-
-    def holders(self, model_ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """All ranks that hold a parameter of these model-parallel ranks; one tuple for all parameters."""
-        if model_ranks not in self._holders:
-            ranks = (self.number(data, model) for data in range(self.data) for model in model_ranks)
-            self._holders[model_ranks] = tuple(sorted(ranks))
-        return self._holders[model_ranks]
 
 
 @dataclass(slots=True)
@@ -119,7 +45,7 @@ class Partitions:
         """What ``rank`` holds of the parameter ``name`` in the flat tensor ``stored``; None: nothing."""
         shards = self.parameters[name]
         boxes = [] if where is None else self._boxes(shards, model_rank, stored, where)
-        return _distributed("ZeRO partition", self.grid, rank, shards, stored, boxes)
+        return shard_of("ZeRO partition", self.grid, rank, shards, stored, boxes)
 
     def _boxes(self, shards: Shards, model_rank: int, stored: StoredTensor, where: Slice) -> list[BoxInFile]:
         (step,) = stored.stride
@@ -138,22 +64,6 @@ class Partitions:
                     offset = stored.offset + element * step * stored.dtype.itemsize
                     boxes.append(BoxInFile(_moved(piece.whole.offsets, box.offsets), box.sizes, offset, stride))
         return boxes
-
-
-def whole_shard(grid: RankGrid, rank: int, model_rank: int, shards: Shards, stored: StoredTensor) -> Distributed:
-    """What ``rank`` holds of a parameter of which it has all of its shard, in ``stored``."""
-    boxes = []
-    for piece in shards.by_rank[model_rank].pieces:
-        offset = stored.offset + sum(map(mul, piece.shard.offsets, stored.stride)) * stored.dtype.itemsize
-        boxes.append(BoxInFile(piece.whole.offsets, piece.whole.sizes, offset, stored.stride))
-    return _distributed("shard", grid, rank, shards, stored, boxes)
-
-
-def _distributed(
-    form: str, grid: RankGrid, rank: int, shards: Shards, stored: StoredTensor, boxes: Sequence[BoxInFile]
-) -> Distributed:
-    holders = grid.holders(tuple(shards.by_rank))
-    return Distributed(form, stored.dtype, shards.shape, Flattened(), rank, holders, grid.world, tuple(boxes))
 
 
 def _moved(start: Shape, by: Shape) -> Shape:

@@ -34,7 +34,7 @@ from fsdpckpt.readers.deepspeed.partitions import (
     partitions_of_groups,
     partitions_of_params,
 )
-from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions, RankGrid, Shard, Shards
+from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions
 from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, ExpertFile, required_grid, unsupported
 from fsdpckpt.readers.deepspeed.step import (
     ModuleStates,
@@ -52,7 +52,9 @@ from fsdpckpt.readers.deepspeed.step import (
     require_same,
     section_of,
 )
+from fsdpckpt.readers.model_shards import RankGrid, Shard, Shards
 from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
+from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text, plural, some_of, step_text
 
@@ -114,8 +116,8 @@ def read_zero(
         states = with_layers(states, directory, layers, table, sources)
     elif states.grid.model > 1:
         states = replace(states, shards=shards_of_autotp(directory, states))
-    step = _Step(directory, optim, states, sources)
-    return step.tree() if not expert_files else step.with_experts(expert_files, table).tree()
+    step = _Step(directory, optim, states, table, sources)
+    return step.tree() if not expert_files else step.with_experts(expert_files).tree()
 
 
 def model_ranks_of(module: Sequence[StepFile]) -> int:
@@ -226,10 +228,11 @@ class _Step:
     directory: str
     optim: list[StepFile]
     module: ModuleStates
+    table: FileTable
     sources: Sources
     experts: Experts | None = None
 
-    def with_experts(self, files: Sequence[ExpertFile], table: FileTable) -> _Step:
+    def with_experts(self, files: Sequence[ExpertFile]) -> _Step:
         """The same step, of a model whose experts are in ``files``: each expert-parallel rank is a model-parallel one
         of its own, among which the other parameters are replicated.
         """
@@ -244,11 +247,11 @@ class _Step:
             for expert_rank in range(experts.size):
                 names = experts.named(group, expert_rank)
                 shapes.update({names[name]: shape for name, shape in group.items()})
-        opened = open_experts(self.directory, files, experts, shapes, table, self.sources)
+        opened = open_experts(self.directory, files, experts, shapes, self.table, self.sources)
         grid = RankGrid(ranks // experts.size, experts.size)
         optim = placed(self.optim, experts.size, ranks, data_first=data_first(self._config()))
         module = replace(self.module, grid=grid, layers=opened)
-        return _Step(self.directory, optim, module, self.sources, experts)
+        return _Step(self.directory, optim, module, self.table, self.sources, experts)
 
     def tree(self) -> PartContents:
         ranks = [self._rank_states(file) for file in self.optim]
@@ -278,6 +281,7 @@ class _Step:
         add_extras(tree, [rest, merged])
         layers = [file for file, _ in self.module.layers]
         add_archives(tree, [file.archive for file in (*self.optim, *self.module.files, *layers)])
+        separate_extras(tree, self.table, self.sources)
         self._describe(tree, trained)
         return tree
 

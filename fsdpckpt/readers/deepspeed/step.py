@@ -19,8 +19,9 @@ from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Slice, is_count, partitions_of_params
-from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions, RankGrid, Shard, Shards, whole_shard
+from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions
 from fsdpckpt.readers.deepspeed.required_files import require_one_save
+from fsdpckpt.readers.model_shards import RankGrid, Shard, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, KeyPath, PartContents, file_name
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names

@@ -25,7 +25,6 @@ from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.autotp import records_shards, shards_of_autotp
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup
-from fsdpckpt.readers.deepspeed.pieces import RankGrid
 from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES, model_ranks_of, with_layers
 from fsdpckpt.readers.deepspeed.required_files import OPTIMIZER_STATE, ZERO, required_grid
 from fsdpckpt.readers.deepspeed.step import (
@@ -43,7 +42,9 @@ from fsdpckpt.readers.deepspeed.step import (
     require_one_run,
     section_of,
 )
+from fsdpckpt.readers.model_shards import RankGrid
 from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
+from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -187,6 +188,7 @@ class _Universal:
         add_archives(tree, [*(file.archive for file in opened), *self.archives])
         message = f"{self.zero} has directories for {plural(len(shapes), 'parameter')} (DeepSpeed universal)"
         tree.notes += self.module.notes_on_copies(shapes, dtypes.pop()) if len(dtypes) == 1 else []
+        separate_extras(tree, self.table, self.sources)
         tree.notes += self._not_copied(model)
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         return tree

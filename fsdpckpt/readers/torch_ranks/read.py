@@ -80,7 +80,7 @@ def read_torch_ranks(
     tree.differs = lambda vector: _vectors_differ(vector, files, sources)
     tree.notes.extend(notes_on_dropped(archives))
     tree.devices.update(*(archive.devices for archive in archives))
-    _separate_extras(tree, files, sources, only_extras=only_extras)
+    separate_extras(tree, files, sources, only_extras=only_extras)
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, _container_text(paths, ranks, forms)))
     return tree
 
@@ -137,7 +137,7 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
         )
 
 
-def _separate_extras(tree: PartContents, files: FileTable, sources: Sources, *, only_extras: bool) -> None:
+def separate_extras(tree: PartContents, files: FileTable, sources: Sources, *, only_extras: bool = False) -> None:
     """Keep the plain tensors of the extras, such as random states, of each rank, unless their bytes are equal.
 
     Skips tensors of models and optimizers: there, a plain tensor is a replica, or a slice. ``only_extras``: as for

@@ -1,0 +1,129 @@
+"""How Megatron-core cuts the parameters of a GPT model among tensor-parallel ranks.
+
+Nothing in the files of the torch format says it: the names are those of Megatron-core's modules, each of which cuts its
+weights in one way, and the arguments of the run (``args``) have the numbers that every cut must fit. A name or a number
+that is not known is refused.
+
+``linear_qkv`` has query, key and value of one query group after the other, so that a rank's groups follow each other
+(``megatron/core/transformer/attention.py``); ``linear_fc1`` of a gated MLP has the gate before the value, each cut by
+itself (``megatron/core/transformer/mlp.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from fsdpckpt.ir.tensors import Box
+from fsdpckpt.readers.model_shards import Piece, Shape, Shard, Shards
+
+
+class _Cut(Enum):
+    WHOLE = auto()
+    VOCABULARY = auto()
+    QKV = auto()
+    HEADS = auto()
+    INNER = auto()
+    OUTER = auto()
+
+
+_LAYER = r"decoder\.layers\.\d+\."
+_RULES = tuple(
+    (re.compile(pattern), cut)
+    for pattern, cut in (
+        (r"(?:embedding\.word_embeddings|output_layer)\.weight", _Cut.VOCABULARY),
+        (rf"{_LAYER}self_attention\.linear_qkv\.(?:weight|bias)", _Cut.QKV),
+        (rf"{_LAYER}self_attention\.linear_proj\.weight", _Cut.HEADS),
+        (rf"{_LAYER}mlp\.linear_fc1\.(?:weight|bias)", _Cut.INNER),
+        (rf"{_LAYER}mlp\.linear_fc2\.weight", _Cut.OUTER),
+        (rf"{_LAYER}(?:self_attention\.linear_proj|mlp\.linear_fc2)\.bias", _Cut.WHOLE),
+        (rf"{_LAYER}(?:self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(?:weight|bias)", _Cut.WHOLE),
+        (rf"{_LAYER}(?:input|pre_mlp|self_attention\.[qk])_layernorm\.(?:weight|bias)", _Cut.WHOLE),
+        (r"decoder\.final_layernorm\.(?:weight|bias)", _Cut.WHOLE),
+        (r"embedding\.position_embeddings\.weight", _Cut.WHOLE),
+    )
+)
+
+
+class LayoutError(Exception):
+    """Describes why nothing says how the shards of a parameter belong together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a run, by name."""
+
+    values: Mapping[str, object]
+
+    def count(self, name: str) -> int:
+        """A number, at least 1. Raises LayoutError."""
+        value = self.values.get(name)
+        if type(value) is not int or value < 1:
+            raise LayoutError(f"args.{name} is {value!r}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A setting that is on or off. Raises LayoutError."""
+        value = self.values.get(name)
+        if type(value) is not bool:
+            raise LayoutError(f"args.{name} is {value!r}")
+        return value
+
+    @property
+    def groups(self) -> int:
+        """Query groups: as many as heads without grouped-query attention."""
+        grouped = self.flag("group_query_attention")
+        return self.count("num_query_groups" if grouped else "num_attention_heads")
+
+
+def shards_of(name: str, local: Shape, ranks: int, arguments: Arguments) -> Shards:
+    """The shards of the parameter ``name``, of which each of ``ranks`` tensor-parallel ranks has ``local``.
+
+    Raises LayoutError.
+    """
+    cut = next((cut for pattern, cut in _RULES if pattern.fullmatch(name)), None)
+    if cut is None:
+        raise LayoutError("Megatron-core's GPT model has no parameter of this name")
+    if cut is _Cut.WHOLE:
+        return Shards(local, {rank: Shard.of_whole(local) for rank in range(ranks)})
+    dim = 1 if cut in (_Cut.HEADS, _Cut.OUTER) else 0
+    if len(local) <= dim:
+        raise LayoutError(f"it has {len(local)} dimensions")
+    parts = 2 if cut is _Cut.INNER and arguments.flag("swiglu") else 1
+    extent = local[dim] * ranks
+    expected = _extent(cut, parts, ranks, arguments)
+    if extent != expected:
+        raise LayoutError(f"{ranks} shards of {local[dim]} make {extent}, and args say {expected}")
+    return _cut(local, dim, parts, ranks)
+
+
+def _extent(cut: _Cut, parts: int, ranks: int, arguments: Arguments) -> int:
+    """How long the arguments say the dimension is that ``cut`` cuts."""
+    if cut is _Cut.VOCABULARY:
+        return arguments.count("padded_vocab_size")
+    if cut in (_Cut.INNER, _Cut.OUTER):
+        return parts * arguments.count("ffn_hidden_size")
+    heads, groups = arguments.count("num_attention_heads"), arguments.groups
+    if groups % ranks or heads % groups:
+        raise LayoutError(f"{groups} query groups of {heads} heads are not divided among {ranks} ranks")
+    return (heads if cut is _Cut.HEADS else heads + 2 * groups) * arguments.count("kv_channels")
+
+
+def _cut(local: Shape, dim: int, parts: int, ranks: int) -> Shards:
+    """A tensor of ``parts`` that follow each other along ``dim``, each divided equally among ``ranks``."""
+    if local[dim] % parts:
+        raise LayoutError(f"{local[dim]} rows are not gate and value of one size")
+    size = local[dim] // parts
+    shape = (*local[:dim], local[dim] * ranks, *local[dim + 1 :])
+    sizes = (*local[:dim], size, *local[dim + 1 :])
+
+    def box(at: int) -> Box:
+        return Box(tuple(at if axis == dim else 0 for axis in range(len(local))), sizes)
+
+    by_rank = {
+        rank: Shard(local, tuple(Piece(box(part * size), box((part * ranks + rank) * size)) for part in range(parts)))
+        for rank in range(ranks)
+    }
+    return Shards(shape, by_rank)

@@ -1,0 +1,54 @@
+"""Recognises the directory of an iteration that several tensor-parallel ranks of Megatron-LM saved with ``--ckpt-format
+torch``: ``iter_0000500/mp_rank_00/model_optim_rng.pt``, ``mp_rank_01``, ... (``get_checkpoint_name`` of
+``megatron/training/checkpointing.py``).
+
+One rank's file is whole, and is read like any other torch file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+
+from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
+from fsdpckpt.storage import Entry
+from fsdpckpt.storage.sources import Sources
+
+MODEL_FILE = "model_optim_rng.pt"
+BUFFERS_FILE = "distrib_optim.pt"
+_ITERATION = re.compile(r"^(?:iter_\d{7,}|release|\.*)$")
+_RANK = re.compile(r"^mp_rank_(\d{2,5})$")
+
+
+class MegatronTorchReader:
+    """Directories of one iteration with ``mp_rank_00``, ``mp_rank_01``, ..."""
+
+    def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
+        del file, sources
+        return None  # one rank's is a torch file
+
+    def recognise_directory(
+        self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources
+    ) -> Claim:
+        del files, options
+        above = path.rstrip("/")
+        if _ITERATION.match(above.rpartition("/")[2]) is None:
+            return Claim()
+        ranks = {
+            int(match[1]): entry
+            for entry in sources.list_directory(path)
+            if entry.directory and (match := _RANK.match(entry.name))
+        }
+        paths = {rank: f"{entry.path.rstrip('/')}/{MODEL_FILE}" for rank, entry in sorted(ranks.items())}
+        if len(ranks) < 2 or not any(sources.stat(file) is not None for file in paths.values()):
+            return Claim()
+        claim = Claim(directories={entry.name for entry in ranks.values()})
+        claim.parts.append(Part(above, "megatron", partial(_read, above, paths)))
+        return claim
+
+
+def _read(directory: str, paths: dict[int, str], table: FileTable, sources: Sources) -> PartContents:
+    from fsdpckpt.readers.megatron_torch.read import read_megatron
+
+    return read_megatron(directory, paths, table, sources)

@@ -1,0 +1,77 @@
+"""Tells one part of a Megatron-LM model from a whole one by the arguments of the run, which both have.
+
+The arguments (``args``) say how the job was parallel. A file of the torch format has one rank's part; what was joined
+since has the same arguments, and whole parameters, whose shapes are those that the arguments say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Object, Value
+
+_ARGUMENTS = "args"
+_FILE = re.compile(r"(?:^|/)(?:mp_rank_\d+[^/]*/[^/]+|model_optim_rng\.pt)$")  # what one rank's is called
+_TENSOR, _PIPELINE, _EXPERTS = (
+    f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")
+)  # fmt: skip
+_OF_MEGATRON = re.compile(r"word_embeddings|linear_(?:qkv|proj|fc[12])|query_key_value|dense_(?:h_to_4h|4h_to_h)")
+_WORDS = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.weight$")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")  # of torch_dist: one tensor of all layers
+
+
+def parallel_sizes(root: Mapping[Key, Value], path: str) -> dict[str, int]:
+    """How the job was parallel of whose model ``root``, the content of the file ``path``, is one part; {} if it is not.
+
+    Where a name of Megatron's is left and nothing proves that the parameters are whole, it is a part.
+    """
+    found = root.get(_ARGUMENTS)
+    state = found.state if isinstance(found, Object) else found
+    if not isinstance(state, dict):
+        return {}
+    arguments = {str(key): value for key, value in state.items()}
+    sizes = {
+        name: size
+        for name in (_TENSOR, _PIPELINE, _EXPERTS)
+        if isinstance(size := arguments.get(name), int) and size > 1
+    }
+    if not sizes or _FILE.search(path):
+        return sizes
+    shapes = dict(_shapes({key: value for key, value in root.items() if key not in ("optimizer", _ARGUMENTS)}))
+    if not any(map(_OF_MEGATRON.search, shapes)):
+        return {}
+    proofs = {_TENSOR: _words_are_whole, _PIPELINE: _layers_are_whole, _EXPERTS: _experts_are_whole}
+    return {name: size for name, size in sizes.items() if not proofs[name](shapes, arguments)}
+
+
+def _shapes(value: Value, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of all tensors in nested dicts."""
+    if isinstance(value, Tensor):
+        yield ".".join(path), value.shape
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            yield from _shapes(child, (*path, str(key)))
+
+
+def _words_are_whole(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object]) -> bool:
+    """Whether the embeddings have all rows, which tensor parallelism divides."""
+    rows = {shape[0] for name, shape in shapes.items() if _WORDS.search(name) and shape}
+    return rows == {arguments.get("padded_vocab_size")}
+
+
+def _layers_are_whole(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object]) -> bool:
+    """Whether it has all layers, which pipeline stages divide, and the embeddings before them."""
+    numbers = {match[1] for name in shapes if (match := _LAYER.search(name))}
+    together = {shape[0] for name, shape in shapes.items() if _LAYERS.search(name) and shape}
+    words = any(map(_WORDS.search, shapes))
+    return words and arguments.get("num_layers") in ({len(numbers)} if numbers else together)
+
+
+def _experts_are_whole(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object]) -> bool:
+    """Whether the experts of a layer, which are one tensor in ``torch_dist``, are as many as the run has."""
+    experts = [shape for name, shape in shapes.items() if ".experts." in name]
+    return bool(experts) and all(arguments.get("num_experts") in shape and prod(shape) for shape in experts)
