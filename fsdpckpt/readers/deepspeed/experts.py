@@ -119,7 +119,7 @@ def open_experts(
             name = str(key)
             match = _NAME.match(name)
             if match is None or int(match[2]) != expert.expert:
-                raise contradiction(file.path, f"it holds {name}, which is not of expert {expert.expert}")
+                raise contradiction(file.path, f"it contains {name}, which is not of expert {expert.expert}")
             if name in shapes and (not isinstance(value, StoredTensor) or value.shape != shapes[name]):
                 raise contradiction(file.path, f"{name} has another shape than in param_shapes")
             found[match[1], expert.expert] = file.path

@@ -163,7 +163,7 @@ class _Iteration:
             details=details,
             most_shown=_MAX_SHOWN,
             file=self.files[0].archive.path,
-            why="each file holds plain tensors, and how these go together is in the model's code, not in the files",
+            why="each file contains plain tensors, and how these go together is in the model's code, not in the files",
             next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
         )
 
