@@ -254,7 +254,40 @@ def scale_plan(container: str, ranks: int = 64, world_size: int = 512) -> Callab
     return row
 
 
-SCALE = "scale"  # stands for all rows that begin with it; they are made on request only
+FEW = 8_000  # entries of the optimizer and the model
+NAMED_FLAVORS = (
+    "automodel",
+    "llamafactory",
+    "nemo-rl",
+    "olmo-core",
+    "prime-rl",
+    "skyrl",
+    "slime",
+    "torch_checkpointing",
+    "torchtune",
+    "transformers-distributed",
+    "veomni",
+)
+
+
+def named(flavor: str) -> Callable[[Bench], Row]:
+    """What it takes to read a framework's own layout: headers alone, and everything."""
+
+    def row(bench: Bench) -> Row:
+        if flavor == "nanotron":
+            source = bench.make("nanotron", FEW)
+        else:
+            source = bench.derive(flavor, bench.make("many", FEW, ".pt"), "--world-size", "4")
+        target = bench.path("out.pt")
+        look = Contender("inspect", [PROGRAM, "inspect", source, "--quiet"])
+        whole = converting(bench, source, target, "--to", "full", "--flavor", "plain")
+        whole.name = "convert"
+        return Row(flavor, source, target, [look, whole])
+
+    return row
+
+
+SCALE, NAMED = "scale", "named"  # each stands for all rows that begin with it; they are made on request only
 ROWS: dict[str, Callable[[Bench], Row]] = {
     "dcp-full": dcp_full,
     "full-dcp": full_dcp,
@@ -289,4 +322,5 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "scale-plan-512": scale_plan("dcp", 512, 384),
     "scale-plan-4096": scale_plan("dcp", 4096, 3072),
     "scale-verify": scale_verify,
+    **{f"named-{flavor}": named(flavor) for flavor in (*NAMED_FLAVORS, "nanotron")},
 }

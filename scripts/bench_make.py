@@ -208,6 +208,35 @@ def write_units(params: dict[str, Shape], path: str) -> None:
         json.dump(encode(Units(tuple(units), use_orig_params=False, parameters=tuple(params))), file)
 
 
+def make_nanotron(directory: str, params: dict[str, Shape]) -> None:
+    """A step of nanotron with ``RANKS`` tensor-parallel ranks, as its ``serialize`` writes it, without nanotron."""
+    from safetensors.torch import save_file
+
+    os.makedirs(f"{directory}/optimizer")
+    for name, (rows, columns) in params.items():
+        folder = f"{directory}/model/{name.rpartition('.')[0].replace('.', '/')}"
+        os.makedirs(folder, exist_ok=True)
+        for rank in range(RANKS):
+            begin, end = rank * rows, (rank + 1) * rows
+            slices = {
+                "version": "1.4",
+                "local_global_slices_pairs": f"0,{rows},None|None,None,None#{begin},{end},None|None,None,None",
+                "unsharded_shape": str((RANKS * rows, columns)),
+            }
+            path = f"{folder}/model_weight_pp-rank-0-of-1_tp-rank-{rank}-of-{RANKS}.safetensors"
+            save_file({"data": torch.randn(rows, columns)}, path, metadata=slices)
+    for rank in range(RANKS):
+        states = {
+            number: {"step": torch.tensor(9.0), "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+            for number, shape in enumerate(params.values())
+        }
+        group = {"lr": 1e-4, "params": list(states)}
+        saved = {"state": states, "param_groups": [group], "names": dict(enumerate(params))}
+        torch.save(saved, f"{directory}/optimizer/optimizer_pp-0-of-1_tp-{rank}-of-{RANKS}_exp-0-of-1.pt")
+    with open(f"{directory}/checkpoint_metadata.json", "w") as file:
+        json.dump({"version": "1.4", "tp": RANKS, "dp": 1, "metas": {"last_train_step": 9}}, file)
+
+
 def many(count: int) -> Iterator[tuple[str, Shape]]:
     for number in range(count // (STATES_AND_WEIGHT + 1)):  # and a 0-dim step
         yield f"layers.{number // 10}.part{number % 10}.weight", (5 + number % 7, 16)
@@ -222,6 +251,8 @@ def main() -> None:
         make_dcp(path, {"huge.weight": (int(amount) // 4096, 1024)}, data_path, optimizer=False)
     elif form == "many":
         torch.save(state_dicts(dict(many(int(amount))), torch.randn), path)
+    elif form == "nanotron":
+        make_nanotron(path, dict(many(int(amount))))
     elif form == "many-ranks":
         make_ranks(
             path, {name: (MANY_RANKS * rows, 16) for name, (rows, _) in many(int(amount))}, torch.randn, MANY_RANKS

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from bench_jobs import MANY, ROWS, SCALE
+from bench_jobs import MANY, NAMED, ROWS, SCALE
 from bench_measure import HERE, MIB, Bench, Row, remove, size_of
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "": 1}
@@ -54,8 +54,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--size", type=parse_size, default=parse_size("4GB"), help="of the checkpoint: 4GB, 16GB, 200MB"
     )
-    usual = [name for name in ROWS if not name.startswith(SCALE)]
-    parser.add_argument("--rows", default=",".join(usual), help=f"any of {','.join(ROWS)}; {SCALE}: all {SCALE}-...")
+    usual = [name for name in ROWS if not name.startswith((SCALE, NAMED))]
+    groups = f"{SCALE}, {NAMED}: all {SCALE}-..., {NAMED}-..."
+    parser.add_argument("--rows", default=",".join(usual), help=f"any of {','.join(ROWS)}; {groups}")
     parser.add_argument("--pairs", type=int, default=3, help="how often each contender runs")
     parser.add_argument("--tool-runs", type=int, default=1, help="how often other programs run, as they are slow")
     parser.add_argument("--cache", choices=("warm", "cold"), default="warm", help="state of the source's page cache")
@@ -65,8 +66,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="leave the sources for the next time")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args(arguments)
-    if options.rows == SCALE:
-        options.rows = ",".join(name for name in ROWS if name.startswith(SCALE))
+    if options.rows in (SCALE, NAMED):
+        options.rows = ",".join(name for name in ROWS if name.startswith(options.rows))
     unknown = set(options.rows.split(",")) - set(ROWS)
     if unknown:
         parser.error(f"no such rows: {', '.join(sorted(unknown))}")
