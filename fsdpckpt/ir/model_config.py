@@ -67,7 +67,8 @@ _LORA = re.compile(r"\.lora_([AB])\.(?:[^.]+\.)?weight$")
 class Disagreement:
     """``field`` is ``stated``, and the weights have ``found``: ``what`` of the weight ``name``.
 
-    ``certain``: that training changed it, or that the configuration is older, does not explain it.
+    ``certain``: that training changed it, or that the configuration is older, does not explain it. ``counts_layers``:
+    whether it is a number of layers, of which ``name`` is in one, and not a size of that weight.
     """
 
     field: str
@@ -76,6 +77,7 @@ class Disagreement:
     what: str
     name: str
     certain: bool
+    counts_layers: bool = False
 
 
 def certain_disagreements(fields: Mapping[str, object], shapes: _Shapes) -> list[Disagreement]:
@@ -158,7 +160,7 @@ def _depth(fields: Mapping[str, object], shapes: _Shapes) -> Iterator[Disagreeme
         if type(stated) is int and len(numbers) not in (stated, stated + (more if type(more) is int else 0)):
             certain = len(numbers) < stated and not used_again
             name = next(iter(numbers.values()))
-            yield Disagreement(field, stated, len(numbers), f"the number of {stack}", name, certain)
+            yield Disagreement(field, stated, len(numbers), f"the number of {stack}", name, certain, counts_layers=True)
 
 
 def adapter_disagreements(fields: Mapping[str, object], shapes: _Shapes) -> list[Disagreement]:

@@ -64,7 +64,8 @@ def config_fields(path: str, sources: Sources) -> Mapping[str, object]:
 
 def _problems(path: str, found: list[Disagreement]) -> Iterator[Problem]:
     for each in found:
-        message = f"model {each.name}: {each.what} are {each.found}, and {path} states {each.field} {each.stated}"
-        if each.what.startswith("the number"):
-            message = f"model: {each.what} is {each.found}, and {path} states {each.field} {each.stated}"
+        in_weights = f"model {each.name}: {each.what} are {each.found}"
+        if each.counts_layers:
+            in_weights = f"model: {each.what} is {each.found}"
+        message = f"{in_weights}, and {path} states {each.field} {each.stated}"
         yield Problem("config", message, key=each.name, file=path, section=Section.MODEL)

@@ -33,7 +33,7 @@ class Absence:
 
     def counts(self, address: Address, value: Value, other: Checkpoint) -> bool:
         """Whether it is a difference that ``other`` lacks this key."""
-        section, path, rank = address
+        section, path, rank = address.section, address.path, address.rank
         if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
             return False
         if section is Section.MODEL:
@@ -81,8 +81,8 @@ class Absence:
         params = self.a.model.params if self.a.model is not None else {}
         tensors = [
             leaf
-            for (section, path, _), leaf in self.leaves_b.items()
-            if section is Section.MODEL and isinstance(leaf, Tensor) and path[0] in params
+            for address, leaf in self.leaves_b.items()
+            if address.section is Section.MODEL and isinstance(leaf, Tensor) and address.path[0] in params
         ]
         return {place for leaf in tensors if (place := leaf.location()) is not None}
 
@@ -95,8 +95,8 @@ class Absence:
             reader_b = BlockReader(self.b.files, self.sources)
             self._digests_b[form] = {
                 digest(reader_b, candidate)
-                for (section, _, _), candidate in self.leaves_b.items()
-                if section is Section.MODEL and isinstance(candidate, Tensor)
+                for address, candidate in self.leaves_b.items()
+                if address.section is Section.MODEL and isinstance(candidate, Tensor)
                 if (candidate.shape, candidate.dtype.name) == form and not is_endless(candidate)
             }
         return digest(BlockReader(self.a.files, self.sources), value) in self._digests_b[form]

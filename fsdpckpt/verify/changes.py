@@ -31,7 +31,7 @@ def standings(result: Difference) -> tuple[Standing, Standing]:
             continue
         if entry.state == _STEP:
             counted = steps
-        elif entry.param is None and "param_groups." in entry.key and entry.key.endswith(f".{_RATE}"):
+        elif entry.setting == _RATE:
             counted = rates
         else:
             continue

@@ -21,7 +21,7 @@ from fsdpckpt.verify.absence import Absence
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.difference import Difference, Entry, Sigil
 from fsdpckpt.verify.elements import SAME, Compared, Tolerance, compare_tensors
-from fsdpckpt.verify.leaves import Address, Leaves, dotted, leaves_of, match_addresses, parameter_of
+from fsdpckpt.verify.leaves import Address, Leaves, dotted, leaves_of, match_addresses, parameter_of, setting_of
 from fsdpckpt.verify.optimizer_keys import Match, match_optimizers
 from fsdpckpt.verify.repeated import nbytes_to_read
 from fsdpckpt.verify.wrappers import UNWRAPPED, has_bare_names, without_wrappers
@@ -100,12 +100,13 @@ def _entry_of_both(address: Address, compared: Compared, names: Mapping[ParamKey
     param, state = parameter_of(address, names)
     return Entry(
         "*" if compared.text else "=",
-        address[0],
+        address.section,
         dotted(address),
         compared.text,
-        address[2],
+        address.rank,
         param=param,
         state=state,
+        setting=setting_of(address),
         change=compared.change,
         numbers=compared.numbers,
     )
@@ -115,7 +116,8 @@ def _entry_of_one(
     sigil: Sigil, address: Address, value: Value, names: Mapping[ParamKey, str], *, counts: bool
 ) -> Entry:
     param, state = parameter_of(address, names)
-    return Entry(sigil, address[0], dotted(address), value_text(value), address[2], counts, param, state)
+    text, rank = value_text(value), address.rank
+    return Entry(sigil, address.section, dotted(address), text, rank, counts, param, state, setting_of(address))
 
 
 _PairedSections: TypeAlias = "tuple[NamedSection | None, NamedSection | None]"
@@ -159,9 +161,7 @@ def _named_leaves(
     def below(checkpoint: Checkpoint | None, renamed: Mapping[ParamKey, ParamKey]) -> Leaves:
         leaves = leaves_of(checkpoint, renamed, matched.positions) if checkpoint is not None else {}
         return {
-            (section, (*place.path, *path), rank): value
-            for (section, path, rank), value in leaves.items()
-            if section is place.section
+            address.below(place.path): value for address, value in leaves.items() if address.section is place.section
         }
 
     notes = [f"{place.label}: {note}" for note in matched.notes]

@@ -64,6 +64,7 @@ class Entry:
     counts: bool = True
     param: str | None = None  # the parameter or buffer that a tensor is, or is a state of
     state: str | None = None
+    setting: str | None = None  # of a param group
     change: Change | None = None  # of a tensor that differs
     numbers: tuple[float, float] | None = None  # A's and B's, where each is one number
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -174,11 +174,10 @@ def verify_checkpoint(
     problems = [each for each in problems if each not in of_copies or each.key not in compared]
     for each in results:
         problems += [*([] if each.named.key in differing else each.different), *each.others]
-    skipped = {tensors[number].key for number in incomplete}
+    skipped = {tensors[number].tensor for number in incomplete}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
     for section in checkpoint.named:
-        inside = {key.removeprefix(f"{section.dotted}.") for key in skipped}
-        found = check_steps(alone(checkpoint, section), inside, sources=sources, threads=threads, progress=progress)
+        found = check_steps(alone(checkpoint, section), skipped, sources=sources, threads=threads, progress=progress)
         problems += map(section.problem, found)
     problems += _stray_problems(checkpoint)
     sha256 = dict(zip(to_read, (each.sha256 for each in results), strict=True))
@@ -343,11 +342,16 @@ def _add_damage(error: SourceError, source: str, sources: Sources, *, single: bo
 
 
 def check_steps(
-    checkpoint: Checkpoint, unreadable: set[str], *, sources: Sources, threads: int, progress: Progress = NO_PROGRESS
+    checkpoint: Checkpoint,
+    unreadable: Collection[Tensor],
+    *,
+    sources: Sources,
+    threads: int,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Problem]:
     """A problem for each param group whose parameters have different steps, which shows that two saves were mixed.
 
-    ``unreadable``: keys (``<param>.step``) to leave out, because they have a problem already.
+    ``unreadable``: steps to leave out, because they have a problem already.
     """
     optim = checkpoint.optim
     if optim is None:
@@ -357,8 +361,9 @@ def check_steps(
     for number, keys in enumerate(groups):
         for key in keys:
             states = optim.state.get(key)
-            if states and "step" in states and f"{key}.step" not in unreadable:
-                values.append((number, key, states["step"]))
+            step = states.get("step") if states else None
+            if step is not None and not (isinstance(step, Tensor) and step in unreadable):
+                values.append((number, key, step))
 
     def make_reader() -> BlockReader:
         return BlockReader(checkpoint.files, sources)

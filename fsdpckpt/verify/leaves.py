@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey
@@ -12,7 +12,28 @@ from fsdpckpt.ir.values import Key, Value, leaf_tensors, walk
 from fsdpckpt.producers.recognition import flavor_named
 
 Path: TypeAlias = tuple[Key, ...]
-Address: TypeAlias = tuple[Section, Path, int | None]  # the last: the rank, for the extras of one rank
+
+
+class Address(NamedTuple):
+    """Where a leaf is. ``rank``: for the extras of one rank. ``place``: how many keys of ``path`` lead to the named
+    section that it is in.
+    """
+
+    section: Section
+    path: Path
+    rank: int | None = None
+    place: int = 0
+
+    @property
+    def inner(self) -> Path:
+        """The keys within the section."""
+        return self.path[self.place :]
+
+    def below(self, place: Path) -> Address:
+        """That of the same leaf in the named section at ``place``."""
+        return self._replace(path=(*place, *self.path), place=len(place))
+
+
 Leaves: TypeAlias = dict[Address, Value]
 
 
@@ -31,18 +52,18 @@ def leaves_of(
     if checkpoint.model is not None:
         for name, leaf in checkpoint.model.params.items():
             if isinstance(leaf, (dict, list, tuple)) and any(True for _ in leaf_tensors(leaf)):
-                leaves.update(((Section.MODEL, (name, *path), None), inner) for path, inner in _walk(leaf))
+                leaves.update((Address(Section.MODEL, (name, *path)), inner) for path, inner in _walk(leaf))
             else:
-                leaves[Section.MODEL, (name,), None] = leaf
+                leaves[Address(Section.MODEL, (name,))] = leaf
     if checkpoint.optim is not None:
         for path, value in _optimizer_leaves(checkpoint.optim, renamed, positions):
-            leaves[Section.OPTIM, path, None] = value
+            leaves[Address(Section.OPTIM, path)] = value
     common = _names_of_rank_files(checkpoint, flavors)
     for path, value in _walk(checkpoint.extra):
-        leaves[Section.EXTRA, (common.get(path[0], path[0]), *path[1:]), None] = value
+        leaves[Address(Section.EXTRA, (common.get(path[0], path[0]), *path[1:]))] = value
     for rank, extra in enumerate(checkpoint.rank_extra):
         for path, value in _walk(extra):
-            leaves[Section.EXTRA, path, rank] = value
+            leaves[Address(Section.EXTRA, path, rank)] = value
     return leaves
 
 
@@ -102,8 +123,8 @@ def _has_dict_or_tensor(value: Value) -> bool:
 
 def dotted(address: Address) -> str:
     """The key, as users see it."""
-    section, path, rank = address
-    if section is Section.OPTIM and path[0] == "state":
+    path, rank = address.path, address.rank
+    if address.section is Section.OPTIM and not address.place and path[0] == "state":
         path = path[1:]
     return ".".join(map(str, path if rank is None else (f"rank{rank}", *path)))
 
@@ -118,9 +139,9 @@ def match_addresses(leaves_a: Leaves, leaves_b: Leaves) -> dict[Address, Address
     only_in_b: dict[tuple[Section, str, int | None], list[Address]] = {}
     for address in leaves_b:
         if address not in matched:
-            only_in_b.setdefault((address[0], dotted(address), address[2]), []).append(address)
+            only_in_b.setdefault((address.section, dotted(address), address.rank), []).append(address)
     for address in leaves_a:
-        if address not in matched and (candidates := only_in_b.get((address[0], dotted(address), address[2]))):
+        if address not in matched and (candidates := only_in_b.get((address.section, dotted(address), address.rank))):
             matched[address] = candidates.pop(0)
     return matched
 
@@ -130,14 +151,18 @@ def parameter_of(address: Address, known: Mapping[ParamKey, str]) -> tuple[str |
 
     ``known``: the names of ids.
     """
-    section, path, _ = address
-    if section is Section.MODEL:
-        return ".".join(map(str, path)), None
-    if section is Section.EXTRA or "state" not in path:
+    if address.section is Section.MODEL:
+        return ".".join(map(str, address.path)), None
+    inner = address.inner
+    if address.section is Section.EXTRA or len(inner) < 2 or inner[0] != "state":
         return None, None
-    at = path.index("state")  # further optimizers are below a place of their own
-    if at + 1 == len(path):
-        return None, None
-    key, states = path[at + 1], path[at + 2 :]
-    name = known.get(key, str(key)) if at == 0 and isinstance(key, (int, str)) else str(key)
+    key, states = inner[1], inner[2:]
+    name = known.get(key, str(key)) if not address.place and isinstance(key, (int, str)) else str(key)
     return name, ".".join(map(str, states)) or None
+
+
+def setting_of(address: Address) -> str | None:
+    """The setting of a param group that an address is about, such as ``lr``; None for what is about none."""
+    inner = address.inner
+    in_groups = address.section is Section.OPTIM and len(inner) == 3 and inner[0] == "param_groups"
+    return str(inner[2]) if in_groups else None
