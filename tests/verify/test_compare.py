@@ -164,14 +164,18 @@ def test_keys_of_one_side_are_told_with_what_they_are(tmp_path: Path) -> None:
     ]
 
 
-def optimizer(directory: Path, keys: list[int | str], groups: list[list[int | str]], **hyper: object) -> Checkpoint:
-    """The n-th key in the order of the groups has the n-th shape and values."""
+def optimizer(
+    directory: Path, keys: list[int | str], groups: list[list[int | str]], *, rows: int = 0, **hyper: object
+) -> Checkpoint:
+    """The n-th key in the order of the groups has the n-th shape, or this many ``rows``, and values."""
     raw = Raw(directory, 2)
     order = [key for group in groups for key in group]
     state = {
         key: {
             "step": raw.put(np.float32(7)),
-            "exp_avg": raw.put(random_array(order.index(key), (order.index(key) + 2, 3)), ranks=[order.index(key) % 2]),
+            "exp_avg": raw.put(
+                random_array(order.index(key), (rows or order.index(key) + 2, 3)), ranks=[order.index(key) % 2]
+            ),
         }
         for key in keys
     }
@@ -213,8 +217,8 @@ def model_of(ids: Checkpoint, names: str) -> ModelState:
 def test_a_model_in_an_order_that_no_module_has_says_nothing_of_ids(tmp_path: Path) -> None:
     """As a script wrote it: the optimizer's own list counts."""
     order = ["l.a.w", "l.b.w", "m.w"]
-    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
-    names = optimizer(tmp_path / "names", order, [order])
+    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]], rows=2)
+    names = optimizer(tmp_path / "names", list(order), [list(order)], rows=2)
     listed = [*order[::2], order[1]]  # of l, of m, and of l again
     ids.model = ModelState({name: model_of(ids, "abc").params["abc"[order.index(name)]] for name in listed})
     result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in (ids, names)))
