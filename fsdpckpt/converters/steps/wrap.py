@@ -54,6 +54,7 @@ def wrap(draft: Draft, decision: Decision) -> Draft:
     )
     named = _under_all_names(rename_shared_states(checkpoint, target.units), target.units)
     notes = [Note("units", line) for line in target.how]
+    notes += [Note("unproved-order", doubt, warning=True) for doubt in target.doubts]
     return replace(draft, checkpoint=named.noted(*notes), units=target.units)
 
 

@@ -78,7 +78,7 @@ class ResolvedUnits:
 
     ``how``: where they come from and what was compared. ``open_settings``: those that make no difference to the
     source's bytes and so cannot be read from them. ``order_known``: False if the order of ``model.parameters()`` is
-    known only within each unit.
+    known only within each unit. ``doubts``: warnings of what is assumed, and not proved.
     """
 
     units: Units
@@ -86,6 +86,7 @@ class ResolvedUnits:
     how: tuple[str, ...]
     open_settings: tuple[str, ...] = ()
     order_known: bool = True
+    doubts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "how", tuple(map(Message, self.how)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
@@ -80,8 +81,8 @@ def target_units(
     _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
     source_units = source.units if source is not None else checkpoint.units
     units = _without_groups_of_another(units, checkpoint)
-    groups, reordered = _groups(units, checkpoint, source_units, by_user=request.parameters is not None)
-    units = replace(units, world_size=world_size, groups=groups)
+    grouped = _groups(units, checkpoint, source_units, by_user=request.parameters is not None)
+    units = replace(units, world_size=world_size, groups=grouped.groups)
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
@@ -94,9 +95,9 @@ def target_units(
     notes = [
         *unknown,
         *_settings_notes(units, request, aligned=wrapped.use_orig_params and recorded),
-        *(reordered if source is None else ()),
+        *(grouped.notes if source is None else ()),
     ]
-    return ResolvedUnits(units, None, (how, *notes))
+    return ResolvedUnits(units, None, (how, *notes), doubts=grouped.doubts if source is None else ())
 
 
 def _wrapping(
@@ -301,40 +302,56 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
     return units
 
 
-def _groups(
-    units: Units, checkpoint: Checkpoint, source: Units | None, *, by_user: bool
-) -> tuple[Groups | None, list[str]]:
+class _Grouped(NamedTuple):
+    """The optimizer's groups, and if they list their parameters in another order than the source, why."""
+
+    groups: Groups | None
+    notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()  # what is not proved
+
+
+def _groups(units: Units, checkpoint: Checkpoint, source: Units | None, *, by_user: bool) -> _Grouped:
     """The optimizer's groups under these units: as recorded, else as the checkpoint's groups list the parameters.
 
     Their order is the one in which ``param_names``, or else the groups, list them, unless that list proves nothing
-    (``listed_order``): then it is that of ``model.parameters()``. Also returns a note if the two differ.
-    ``source``: the units of the source. ``by_user``: whether ``--parameters`` says the order.
+    (``listed_order``): then it is that of ``model.parameters()``. ``source``: the units of the source. ``by_user``:
+    whether ``--parameters`` says the order.
     """
     optim = checkpoint.optim
     if units.groups is not None or optim is None or optim.param_groups is None or optim.key_type == "id":
-        return units.groups, []
+        return _Grouped(units.groups)
     names = listed_names(optim)
     by_order = keyed_groups(units, names)
     if by_order is None:
-        return None, []
+        return _Grouped(None)
     named = from_param_names(optim, units.parameters) if units.use_orig_params else None
     if named is not None and named.groups is not None and [*map(set, named.groups)] == [*map(set, by_order)]:
-        return named.groups, []
+        return _Grouped(named.groups)
     keys = listed_keys(units, names)
     pairs = zip(keys, by_order, strict=True)
     moved = [str(number) for number, (listed, ordered) in enumerate(pairs) if tuple(listed) != ordered]
     if not moved:
-        return by_order, []
+        return _Grouped(by_order)
     position = {name: place for place, name in enumerate(units.parameters)}
     by_unit = source.listed_by_unit() if source is not None else ()
     listed_by_job = listed_order(names, position, by_unit=by_unit)
     # Lists that come back to a flat parameter say nothing of the order of flat parameters.
     whole = units.use_orig_params or not any(_returns(units, group) for group in names)
-    if listed_by_job is not None and listed_by_job.own and whole and not (optim.rebuilt or by_user):
+    own = listed_by_job is not None and listed_by_job.own
+    if own and whole and not (optim.rebuilt or by_user):
         note = "ids follow the optimizer's own groups, which are not in the order of the model in group "
-        return tuple(map(tuple, keys)), [note + some_of(moved)]
-    note = "ids follow model.parameters() within a group: the source lists a different order in group "
-    return by_order, [note + some_of(moved)]
+        return _Grouped(tuple(map(tuple, keys)), (note + some_of(moved),))
+    follows = "ids follow model.parameters() within a group"
+    notes, doubts = [], []
+    if own or optim.rebuilt or by_user:
+        notes.append(f"{follows}: the source lists a different order in group {some_of(moved)}")
+    else:
+        doubts.append(
+            f"{follows}, because the source lists the parameters of group {some_of(moved)} sorted by name, or unit by "
+            f"unit, which is no optimizer's order. If the job gives them to its optimizer in another order, add "
+            f"{flags.units('FILE')}, which save_units writes"
+        )
+    return _Grouped(by_order, tuple(notes), tuple(doubts))
 
 
 def _without_groups_of_another(units: Units, checkpoint: Checkpoint) -> Units:
