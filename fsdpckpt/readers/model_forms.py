@@ -103,6 +103,11 @@ def _leaves(value: Mapping[Key, Value], prefix: str) -> list[tuple[Key, Value]]:
     return leaves
 
 
+def is_below_any(path: KeyPath, outers: Collection[KeyPath]) -> bool:
+    """Whether ``path`` is one of ``outers`` (a set or the keys of a dict), or a path in one."""
+    return any(path[:depth] in outers for depth in range(len(path) + 1))
+
+
 def is_below(path: KeyPath, outer: KeyPath) -> bool:
     """Whether ``path`` is ``outer`` or a path in it."""
     return path[: len(outer)] == outer

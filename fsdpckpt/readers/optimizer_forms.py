@@ -22,7 +22,6 @@ from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.readers.protocol import KeyPath
 
 _STATE, _GROUPS = "state", "param_groups"
-_SEARCH_WIDTH = 64  # lists with more items hold parameters or extras, not sections
 # State names of torch.optim; only needed to recognise a ``state`` alone, under a name that does not show what it is.
 _STATE_NAMES = frozenset(
     {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "acc_delta"}
@@ -61,7 +60,7 @@ def containers(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dic
         yield path, value
         if not is_optimizer(value) and not is_flattened(value):
             children = value.items()
-    elif isinstance(value, list) and len(value) <= _SEARCH_WIDTH:
+    elif isinstance(value, list):
         children = enumerate(value)
     for key, child in children:
         if isinstance(child, (dict, list)):

@@ -21,6 +21,7 @@ from fsdpckpt.readers.model_forms import (
     WEIGHTS,
     is_another_model,
     is_below,
+    is_below_any,
     is_generator_state,
     is_model,
     is_model_entry,
@@ -185,7 +186,7 @@ def _find_optimizers(root: dict[Key, Value], *, called_model: bool) -> _Optimize
     """
     optimizers: _Optimizers = {}
     for path, value in containers(root):
-        if any(is_below(path, outer) for outer in optimizers):
+        if is_below_any(path, optimizers):
             continue
         named = _named_optimizer(path) or (not path and not called_model and is_flattened(value))
         found = optimizer_of(value, named=named)
@@ -269,11 +270,11 @@ def _find_main_model(root: dict[Key, Value], candidates: Mapping[KeyPath, bool],
 def _candidates(root: dict[Key, Value], optimizers: list[KeyPath]) -> dict[KeyPath, bool]:
     """The dicts that may be models, outermost first, and whether each is nested by module."""
     candidates: dict[KeyPath, bool] = {}
+    nested: set[KeyPath] = set()
+    taken = frozenset(optimizers)
     for path, value in containers(root):
-        if not path or any(is_below(path, outer) for outer in optimizers):
+        if not path or is_below_any(path, taken) or is_below_any(path, nested):  # or one of the modules of a model
             continue
-        if any(nested and is_below(path, outer) for outer, nested in candidates.items()):
-            continue  # one of its modules
         called_model = path[-1] in MODEL_NAMES
         if is_model(without_empty(value), named=called_model):
             candidates[path] = False
@@ -281,6 +282,7 @@ def _candidates(root: dict[Key, Value], optimizers: list[KeyPath]) -> dict[KeyPa
             modules = modules_of(value)
             if modules and not any(key in outer for key in modules for outer in optimizers):
                 candidates[path] = True  # with an optimizer each they would be models
+                nested.add(path)
     return candidates
 
 
@@ -325,7 +327,7 @@ def _name_models(
 ) -> None:
     """Name the models among ``candidates`` beside the main one or, without a main one, all of them."""
     main = sections.model
-    outermost = [path for path in candidates if not any(is_below(path, other) for other in candidates if other != path)]
+    outermost = [path for path in candidates if not is_below_any(path[:-1], candidates)]
     paths = [path for path in outermost if sections.place_of(path) is Section.EXTRA]
     called_model = [path for path in paths if path[-1] in MODEL_NAMES and path[-1] != WEIGHTS]
     if beside_main or called_model:

@@ -147,16 +147,14 @@ def test_no_model_is_looked_for_in_one_of_several_optimizers(groups: dict[str, A
     assert [note.kind for note in check(root, None, None, root).notes] == ["several-optimizers"]
 
 
-def test_sections_are_looked_for_at_any_depth_and_in_short_lists() -> None:
+def test_sections_are_looked_for_at_any_depth_and_in_lists_of_any_length() -> None:
     root: Any = {"model": MODEL, "n": 1}
     for _ in range(50):
         root = {"a": root, "n": 1}
     found = split(root)
     assert found.model is not None and found.model_path == (*("a" * 50), "model")
-    others = [{"n": number} for number in range(63)]
+    others = [{"n": number} for number in range(100)]
     check({"a": [*others, {"model": MODEL}]}, MODEL, None, {"a": others})
-    root = {"a": [*others, {"n": 63}, {"model": MODEL}]}
-    check(root, None, None, root)
 
 
 def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between() -> None:
@@ -465,6 +463,15 @@ def test_several_models_and_optimizers_have_the_names_that_tell_them_apart() -> 
 )
 def test_a_number_alone_is_no_name(optimizers: Any, expected: list[str]) -> None:
     assert labels(split({"model": MODEL, **optimizers})) == [f"optim:{name}" for name in expected]
+
+
+@pytest.mark.parametrize("members", [2, 65, 300])
+def test_all_models_of_an_ensemble_are_sections_however_many(members: int) -> None:
+    root = {"models": [MODEL] * members, "optimizers": [BY_ID] * members, "samples": [{"id": 1}] * members}
+    found = check(root, None, None, root)
+    names = [f"models.{number}" for number in range(members)]
+    assert [named.name for named in found.named if named.section is Section.MODEL] == names
+    assert sum(named.section is Section.OPTIM for named in found.named) == members
 
 
 def test_statistics_beside_a_model_are_no_model_and_an_average_of_it_is_one() -> None:

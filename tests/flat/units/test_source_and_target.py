@@ -301,7 +301,7 @@ def test_a_target_keeps_the_wrapping_and_settings_of_its_source(sources: Sources
     source = ResolvedUnits(units_of(orig=True), None, ())
     found = target_units(full(), UnitsRequest(), source, 3, sources)
     assert found.units == replace(units_of(orig=True), world_size=3, groups=(tuple(param.name for param in PARAMS),))
-    assert found.how[1] == "use_orig_params=True, full-shard, aligned for float32"
+    assert found.how[1] == "target units: use_orig_params=True, full-shard, aligned for float32"
     assert not any("--param-dtype" in line for line in found.how)  # the source's own slices prove the alignment
 
 
