@@ -61,6 +61,19 @@ def test_every_value_is_what_deepspeeds_own_program_joins(name: str, runs: Path,
     assert state["epoch"] == 3 and "universal_checkpoint_info" not in state
 
 
+@pytest.mark.parametrize("name", ["autotp-zero1", "autotp-zero3"])
+def test_without_maps_the_lists_of_names_say_the_same(name: str, runs: Path, tmp_path: Path) -> None:
+    """AutoTP wrote them before it recorded maps, for ``ds_to_universal.py``: frozen weights included."""
+    copied = shutil.copytree(runs / name, tmp_path / name)
+    for file in copied.rglob("*model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content["universal_checkpoint_info"].pop("affine_map")
+        torch.save(content, file)
+    compared = fsdpckpt.diff(str(copied), str(runs / name))
+    assert compared.same, compared
+    assert not fsdpckpt.verify(str(copied)).problems
+
+
 @each
 def test_verify_and_the_way_through_dcp_find_the_same_values(name: str, runs: Path, tmp_path: Path) -> None:
     assert not fsdpckpt.verify(str(runs / name)).problems
@@ -347,14 +360,20 @@ def test_what_no_map_describes_is_refused_by_name(
     with pytest.raises(SourceUnsupportedError, match="nothing says how") as error:
         opened(tmp_path / "step")
     assert any(detail.startswith("column: ") and reason in detail for detail in error.value.details), error.value
-    assert "save_16bit_model" in str(error.value.next_step)
+    assert "gather them in the job" in str(error.value.next_step)
+
+
+OLD = {"universal_checkpoint_version": 0.4}
 
 
 @pytest.mark.parametrize(
     ("info", "found"),
     [
         (None, "none in the files"),
-        ({"universal_checkpoint_version": 0.2}, "it has no affine_map"),
+        ({"universal_checkpoint_version": 0.5}, "its version is 0.5"),
+        ({**OLD, "tp_replicated_parameter_patterns": [r"\d+.norm"]}, "not the name of one parameter"),
+        ({**OLD, "parameter_to_average_patterns": ["^norm$"]}, "it has parameter_to_average_patterns"),
+        ({**OLD, "parameter_with_sub_params": [{"patterns": ["^norm$"], "partition_dim": 0}]}, "have no sub_param"),
         ({"affine_map": {"version": 2, "params": {}}}, "version 2"),
         ({"affine_map": {"version": 1, "params": {".*": {}}}}, "not the name of one parameter"),
         ({"affine_map": {"version": 1, "params": {r"^layers\d$": {}}}}, "not the name of one parameter"),

@@ -146,6 +146,7 @@ _ROWS: tuple[tuple[str, str, Kind], ...] = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler DynamicLossScaler", Kind.CLASS),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum", Kind.CALL),
     ("deepspeed.utils.tensor_fragment", "fragment_address", Kind.CLASS),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", Kind.CLASS),
     # Megatron-core (megatron/core/safe_globals.py)
     ("megatron.core.enums", "ModelType", Kind.CALL),
     ("megatron.core.transformer.enums", "AttnBackend AttnMaskType CudaGraphScope", Kind.CALL),

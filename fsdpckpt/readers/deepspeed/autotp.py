@@ -13,11 +13,13 @@ from math import prod
 from typing import TypeAlias, cast
 
 from fsdpckpt.errors import SourceUnsupportedError
+from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.readers.deepspeed.partitions import MAX_ELEMENTS, is_count
+from fsdpckpt.readers.deepspeed.patterns import MapError, name_of, patterns_of
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO
 from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, to_universal, unsupported
 from fsdpckpt.readers.deepspeed.step import ModuleStates, StateDict, contradiction
@@ -29,12 +31,6 @@ _AFFINE_MAP = "affine_map"
 _REASONS = "autotp_unsupported_parameter_patterns"
 _VERSION = 1  # of the map
 _MAX_PIECES = 1 << 12  # of one shard: fused weights have three, CodeGen's a few for each rank
-_ANCHORS = ("^", "$")
-_PLAIN = frozenset("_/:,@=<>!\"'%`;")  # what ``re.escape`` leaves as it is, beside letters and digits
-
-
-class MapError(Exception):
-    """Describes why a map does not say how the shards of a parameter belong together."""
 
 
 def shards_of_autotp(directory: str, module: ModuleStates, *, joined: bool = False) -> dict[str, Shards]:
@@ -45,36 +41,42 @@ def shards_of_autotp(directory: str, module: ModuleStates, *, joined: bool = Fal
     files of two ranks say different things.
     """
     info = _info(directory, module)
+    local = _local_shapes(module)
     try:
-        maps = _maps_by_name(info)
+        maps = _maps_by_name(info) if _AFFINE_MAP in info else None
+        patterns = patterns_of(info) if maps is None else None
     except MapError as error:
         raise _undescribed(directory, module, info, str(error), joined=joined) from None
-    names = _parameters(module)
     shards: dict[str, Shards] = {}
     unknown: list[str] = []
-    for name in names:
+    for name, shapes in local.items():
         try:
-            if name not in maps:
-                raise MapError(_reason(info, name))
-            shards[name] = _shards(maps[name], module.grid.model)
+            reason = _reason(info, name)
+            if reason is not None or (maps is not None and name not in maps):
+                raise MapError(reason or "not recorded")
+            if patterns is not None:
+                shards[name] = patterns.shards(name, [shapes[rank] for rank in sorted(shapes)])
+            elif maps is not None:
+                shards[name] = _shards(maps[name], module.grid.model)
         except MapError as error:
             unknown.append(f"{name}: {error}")
     if unknown:
         raise SourceUnsupportedError(
-            f"{directory}: nothing says how {len(unknown)} of {len(names)} parameters are cut among "
+            f"{directory}: nothing says how {len(unknown)} of {len(local)} parameters are cut among "
             f"{module.grid.model} tensor-parallel ranks",
             details=unknown,
             most_shown=MAX_NAMES,
             file=module.first.path,
             key=unknown[0].partition(": ")[0],
-            why=f"{MAP_INFO}.{_AFFINE_MAP} has no blocks of theirs, and a guess would give other weights",
-            next_step="load it with the job that saved it, and save the gathered model (save_16bit_model)",
+            why=f"{MAP_INFO} does not have their blocks, and a guess would give other weights",
+            next_step="gather them in the job that saved it, whose layers know how they are cut, and save them with "
+            "torch.save",
         )
     return shards
 
 
 def records_shards(module: ModuleStates) -> bool:
-    """Whether the files say how parameters are cut."""
+    """Whether the files have the blocks of parameters, and not only lists of patterns."""
     info = module.first.root.get(MAP_INFO)
     return isinstance(info, dict) and _AFFINE_MAP in info
 
@@ -103,26 +105,36 @@ def _undescribed(
     return error
 
 
-def _parameters(module: ModuleStates) -> list[str]:
-    """All parameters, trained or frozen, under the name with which each is stored."""
+def _local_shapes(module: ModuleStates) -> dict[str, dict[int, Shape]]:
+    """The shapes of the shards of all parameters, trained or frozen, by model-parallel rank. Raises SourceCorruptError
+    for parameters that a rank does not have.
+    """
     buffers, aliases = module.buffers(), module.aliases()
-    names: dict[str, None] = {}
+    local: dict[str, dict[int, Shape]] = {}
     for file in module.of_model_ranks:
-        for group in module.groups(file):
-            names.update(dict.fromkeys(group))
-        names.update({str(name): None for name in file.module if name not in buffers and name not in aliases})
         frozen = file.root.get("frozen_param_shapes")
-        names.update({str(name): None for name in frozen} if isinstance(frozen, dict) else {})
-    return list(names)
+        shapes = {str(name): size_of(shape) for name, shape in frozen.items()} if isinstance(frozen, dict) else {}
+        for key, value in file.module.items():
+            name = str(key)
+            if name not in buffers and name not in aliases and name not in shapes:
+                shapes[name] = value.shape if isinstance(value, StoredTensor) else None
+        shapes.update({name: shape for group in module.groups(file) for name, shape in group.items()})
+        for name, shape in shapes.items():
+            local.setdefault(name, {})[file.model_rank] = () if shape is None else shape
+    for name, by_rank in local.items():
+        if len(by_rank) != module.grid.model:
+            absent = next(rank for rank in range(module.grid.model) if rank not in by_rank)
+            raise contradiction(module.of_model_ranks[absent].path, f"it has no {name}, which another rank has")
+    return local
 
 
-def _reason(info: StateDict, name: str) -> str:
-    """Why a parameter has no map, as DeepSpeed says it."""
+def _reason(info: StateDict, name: str) -> str | None:
+    """Why DeepSpeed says that a parameter cannot be joined."""
     reasons = info.get(_REASONS)
     for pattern, reason in reasons.items() if isinstance(reasons, dict) else ():
-        if _name_of(pattern) == name:
+        if name_of(pattern) == name:
             return str(reason)[:200]
-    return "not recorded"
+    return None
 
 
 def _maps_by_name(info: Mapping[Key, object]) -> dict[str, object]:
@@ -137,29 +149,11 @@ def _maps_by_name(info: Mapping[Key, object]) -> dict[str, object]:
         raise MapError(f"its {_AFFINE_MAP} has version {found.get('version')!r}, and {_VERSION} is known")
     maps: dict[str, object] = {}
     for pattern, of_parameter in found["params"].items():
-        name = _name_of(pattern)
+        name = name_of(pattern)
         if name is None or name in maps:
             raise MapError(f"its {_AFFINE_MAP} has {pattern!r}, which is not the name of one parameter")
         maps[name] = of_parameter
     return maps
-
-
-def _name_of(pattern: object) -> str | None:
-    """The one name that a pattern made by ``re.escape`` stands for, None if it is no such pattern."""
-    if not isinstance(pattern, str) or pattern[:1] != _ANCHORS[0] or pattern[-1:] != _ANCHORS[1]:
-        return None
-    parts: list[str] = []
-    escaped = False
-    for character in pattern[1:-1]:
-        plain = character.isalnum() or character in _PLAIN
-        if escaped and character.isalnum():
-            return None  # a class of characters
-        if not escaped and character != "\\" and not plain:
-            return None  # it stands for something else
-        escaped = character == "\\" and not escaped
-        if not escaped:
-            parts.append(character)
-    return None if escaped else "".join(parts)
 
 
 def _shards(entry: object, model_ranks: int) -> Shards:
