@@ -236,6 +236,8 @@ def make_report(
 
 def _loads(spec: Decision, checkpoint: Checkpoint, target: str) -> str:
     """How a user of the target's framework loads it; "" for a plain target, and for a model without its optimizer."""
+    if spec.flavor is None or spec.form is None or spec.form.not_loaded:
+        return ""
     whole = checkpoint.has(Section.MODEL) and not checkpoint.lacking
-    resumes = whole and spec.form is not None and (spec.form.optim is None or checkpoint.has(Section.OPTIM))
-    return how_to_load(spec.flavor, target) if spec.flavor is not None and resumes else ""
+    resumes = whole and (spec.form.optim is None or checkpoint.has(Section.OPTIM))
+    return how_to_load(spec.flavor, target) if resumes else ""

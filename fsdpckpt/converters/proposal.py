@@ -10,11 +10,12 @@ from fsdpckpt import flags
 from fsdpckpt.converters.prepare import Prepared, prepare
 from fsdpckpt.errors import FsdpckptError, UsageError
 from fsdpckpt.flags import Message
+from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.declare import arguments_of
 from fsdpckpt.producers import Flavor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.resumption import Resumption, lacking
+from fsdpckpt.verify.resumption import Resumption, form_refusals, lacking
 
 _FILES = frozenset({".bin", ".ckpt", ".pt", ".pth", ".safetensors"})  # the target is mostly a directory
 
@@ -32,6 +33,9 @@ def with_proposal(
     name, suffix = os.path.splitext(os.path.basename(source.rstrip("/")) or "checkpoint")
     target = f"{name if suffix in _FILES else name + suffix}-for-{flavor.name}"  # step=1.5 has no suffix
     refused: FsdpckptError | None = None
+    refusals = {Message(reason) for form in flavor.forms for reason in form_refusals(flavor, form)}
+    if refusals.intersection(found.missing):
+        given = {**given, "to": Layout.SHARDED}
     # Some forms are the same for any number of ranks, and take no --world-size.
     for world_size in (found.world_size, None):
         options = ConvertOptions.of(**given, flavor=flavor.name, world_size=world_size)

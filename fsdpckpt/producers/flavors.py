@@ -79,7 +79,8 @@ class Form:
     ``any_key_type``: its loader takes the key type that the job gave it, so that of the source stays.
     ``keeps_source_keys``: users choose the keys of the sections, so those of the source stay.
     ``optimizers``: the keys of each of several optimizers, with ``{number}`` for its number or its position in a list;
-    () if the framework saves one. ``several``: whether each of several models and optimizers has files of its own, with
+    () if the framework saves one. ``not_loaded``: why its own loader refuses what it saves so, "" if it does not.
+    ``several``: whether each of several models and optimizers has files of its own, with
     a number.
     """
 
@@ -106,6 +107,7 @@ class Form:
     rank_facts: tuple[tuple[str, Literal["rank", "world_size"]], ...] = ()
     any_key_type: bool = False
     optimizers: tuple[str, ...] = ()
+    not_loaded: str = ""
     several: bool = field(default=False, compare=False)  # frameworks that save one have the same form
 
     def numbered(self, section: Section, number: int) -> SectionPath | None:

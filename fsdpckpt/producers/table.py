@@ -58,6 +58,7 @@ _LOCAL = Form(  # the optimizer is saved by name and sharded all the same
     Container.TORCH,
     SectionPath(f"{_MODEL}_rank{{rank}}.bin"),
     SectionPath(f"{_OPTIM}_0/", ("optimizer",), container=Container.DCP, layout=Layout.SHARDED),
+    not_loaded="torch.load(weights_only=True) refuses their ShardedTensors",
 )
 
 _BY_DEEPSPEED = r"^latest(_universal)?$"  # DeepSpeed's state in place of FSDP's

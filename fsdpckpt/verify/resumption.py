@@ -76,11 +76,19 @@ def lacking(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collectio
     The checkpoint may be one that a conversion would write.
     """
     reasons = (
+        *form_refusals(flavor, form),
         *_missing_sections(checkpoint, flavor, form),
         *_missing_files(checkpoint, flavor, form, names),
         *_missing_extras(checkpoint, flavor, form),
     )
     return list(map(Message, reasons))
+
+
+def form_refusals(flavor: Flavor, form: Form) -> Iterator[str]:
+    """Why ``flavor`` does not load what it saves in ``form``, if it does not."""
+    if form.not_loaded:
+        remedy = f"convert with {flags.to(Layout.SHARDED)}"
+        yield f"{flavor.name} does not load its own {form.layout} files: {form.not_loaded} ({remedy})"
 
 
 def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:

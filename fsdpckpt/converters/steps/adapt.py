@@ -32,6 +32,7 @@ from fsdpckpt.verify.resumption import (
     changes_with_ranks,
     changes_without_extras,
     data_position_changes,
+    form_refusals,
     has_extra,
     has_keys,
     missing_extra_warnings,
@@ -104,6 +105,9 @@ def _warn_of_start(draft: Draft, decision: Decision, flavor: Flavor, form: Form)
     checkpoint, ranks = draft.checkpoint, decision.world_size
     if form.optim is None:
         return draft
+    if refusals := list(form_refusals(flavor, form)):
+        checkpoint = checkpoint.noted(*(Note("resumption", each, warning=True) for each in refusals))
+        draft = draft.with_checkpoint(checkpoint)
     if not checkpoint.has(Section.OPTIM) and decision.options.only is None:
         message = f"{checkpoint.source} has no optimizer: {flavor.name} starts with a new one, or stops"
         return draft.with_checkpoint(checkpoint.noted(Note("resumption", message, warning=True)))

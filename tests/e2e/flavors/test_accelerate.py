@@ -6,6 +6,7 @@ The same losses as by PyTorch's resharding. Both in one start: the Trainer saves
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -238,9 +239,19 @@ def test_every_form_of_one_training_becomes_the_full_checkpoint_that_accelerate_
 
 
 def test_local_state_dicts_for_other_ranks_hold_the_same_training(saved: Library, tmp_path: Path) -> None:
-    written(saved.saved / "accelerate-local1", tmp_path / "two", **DEFAULT)
+    report = written(saved.saved / "accelerate-local1", tmp_path / "two", **DEFAULT)
     names = {path.relative_to(tmp_path / "two").as_posix() for path in (tmp_path / "two").rglob("*") if path.is_file()}
     assert {"pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_rank1.bin", "optimizer_0/.metadata"} <= names
+    # accelerate does not load its own: nothing says that it does, and what is proposed makes files that it loads.
+    assert not report.loads and any(
+        "accelerate does not load its own flattened files" in each for each in report.warnings
+    )
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "two" / "pytorch_model_fsdp_rank0.bin", weights_only=True)
+    refused = resumption(tmp_path / "two", "accelerate")
+    assert not refused.resumes and refused.command is not None and "--to sharded" in refused.command
+    written(tmp_path / "two", tmp_path / "sharded", to=Layout.SHARDED, world_size=2)
+    assert resumption(tmp_path / "sharded", "accelerate").resumes
     written(tmp_path / "two", tmp_path / "full", to=Layout.FULL)
     assert_full(tmp_path / "full", saved.saved / "accelerate-full1")
 
