@@ -13,8 +13,16 @@ import pytest
 import torch
 
 import fsdpckpt
+from fsdpckpt.converters import check
 from fsdpckpt.converters.output import streamed
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, TargetError, TargetUnwritableError, UsageError
+from fsdpckpt.errors import (
+    InternalError,
+    SourceCorruptError,
+    SourceIncompleteError,
+    TargetError,
+    TargetUnwritableError,
+    UsageError,
+)
 from fsdpckpt.storage import UPLOADING, upload
 from tests.e2e.remote.servers import Proxy
 from tests.e2e.remote.test_writing import client, content, keys, parts_left
@@ -193,6 +201,41 @@ def test_a_source_that_is_damaged_leaves_nothing_in_the_store(s3: Proxy, files: 
     assert keys(s3, "") == before
     assert parts_left(s3) == []
     assert list(staging.iterdir()) == []
+
+
+MUCH = "300MiB"  # for a part that every file fits into
+
+
+def test_a_store_that_keeps_other_bytes_is_named_with_the_object(store: str, files: Path) -> None:
+    filesystem = fsspec.filesystem("memory")
+    put = upload.RemoteTarget.put
+
+    def damaging(target: upload.RemoteTarget, name: str, data: bytes) -> None:
+        at = len(data) // 2
+        changed = bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :])
+        put(target, name, changed if name == "__1_0.distcp" else data)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(upload.RemoteTarget, "put", damaging)
+        patches.setattr(streamed, "PART", 64 << 20)
+        with pytest.raises(TargetUnwritableError, match=r"__1_0\.distcp is not what was written to it"):
+            fsdpckpt.convert(
+                files / "full.pt", f"{store}/out", to="sharded", world_size=2, verify="full", max_memory=MUCH
+            )
+    assert not filesystem.exists("/streamed/out")
+
+
+def test_a_fault_of_this_program_is_not_called_the_stores(
+    store: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lists of an output that does not pass the check are not in the store."""
+
+    def match(*_: object) -> None:
+        raise InternalError("the output does not read back as it was planned")
+
+    monkeypatch.setattr(check, "_match", match)
+    with pytest.raises(InternalError):
+        fsdpckpt.convert(files / "full.pt", f"{store}/out", to="sharded", world_size=2)
 
 
 DCP: dict[str, Any] = {"to": "sharded", "world_size": 3, "threads": 1}
