@@ -119,7 +119,7 @@ def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
                 f"{last.label} has a number, and no other {_WORDS[section]} is here: if it is one of several, the "
                 "others are missing"
             )
-            last.sections.notes.append(Note("part-of", message, warning=True, for_verify=True))
+            last.sections.notes.append(Note("part-of", message, for_verify=True))
             continue
         names = [re.sub(r"_\d+", f"_{number}", last.origin.name, count=1) for number in absent]
         raise SourceIncompleteError(
