@@ -26,13 +26,16 @@ from tests.fuzz.corpus import TINY
 from tests.readers.alike import Refusal, ends
 
 __all__ = [
+    "autotp_checkpoint",
     "dcp_checkpoint",
+    "experts_checkpoint",
     "file_names",
     "index_page",
     "journal",
     "manifest",
     "rank_files",
     "megatron_checkpoint",
+    "megatron_ranks",
     "nanotron_checkpoint",
     "safetensors_document",
     "safetensors_index",
@@ -156,6 +159,23 @@ def zero_checkpoint(data: bytes) -> object:
     """``data``: the pickle of the module's or the optimizer's file of a DeepSpeed ZeRO step."""
     of_module = b"param_shapes" in data
     return _deepspeed("zero/", data, "mp_rank_00_model" if of_module else "zero_pp_rank_0_mp_rank_00_optim")
+
+
+def autotp_checkpoint(data: bytes) -> object:
+    """``data``: the pickle of a file of the second tensor-parallel rank of a DeepSpeed ZeRO step."""
+    of_module = b"param_shapes" in data
+    return _deepspeed("autotp/", data, "mp_rank_01_model" if of_module else "zero_pp_rank_0_mp_rank_01_optim")
+
+
+def experts_checkpoint(data: bytes) -> object:
+    """``data``: the pickle of a file of a DeepSpeed ZeRO step with experts."""
+    of_states = "zero_pp_rank_1" if b"optimizer_state_dict" in data else "layer_0_expert_1"
+    return _deepspeed("experts/", data, "mp_rank_00_model" if b"param_shapes" in data else of_states)
+
+
+def megatron_ranks(data: bytes) -> object:
+    """``data``: the pickle of the file of the second tensor-parallel rank that Megatron-LM saved."""
+    return _deepspeed("megatron-torch/", data, "iter_0000003/mp_rank_01")
 
 
 def universal_checkpoint(data: bytes) -> object:

@@ -123,6 +123,9 @@ def seeds(target: str) -> list[bytes]:
             [*tiny("megatron/.metadata"), *map(_pickle_in, tiny("megatron/common.pt"))]
         ),
         "zero-checkpoint": lambda: map(_pickle_in, tiny("zero")),
+        "autotp-checkpoint": lambda: map(_pickle_in, tiny("autotp")),
+        "experts-checkpoint": lambda: map(_pickle_in, tiny("experts")),
+        "megatron-ranks": lambda: map(_pickle_in, tiny("megatron-torch")),
         "universal-checkpoint": lambda: map(_pickle_in, tiny("universal")),
         "nanotron-checkpoint": _nanotron,
         "torch-checkpointing-checkpoint": lambda: iter(tiny("torch_checkpointing/metadata.pkl")),

@@ -5,6 +5,17 @@ from __future__ import annotations
 __all__ = ["MOST_BYTES", "dictionary"]
 
 _MEGATRON = ("mcore_data", "nd_reformulated_orig_global_shape", "all_local_plans", "common_step", "chained_0.")
+_AUTOTP = (
+    "universal_checkpoint_info",
+    "affine_map",
+    "logical_shape",
+    "shard_shape",
+    "pieces",
+    "source",
+    "dest",
+    "scale",
+)
+_MEGATRON_RANKS = ("args", "tensor_model_parallel_size", "swiglu", "ffn_hidden_size", "fp32_from_fp16_params")
 _NANOTRON = (
     "local_global_slices_pairs",
     "unsharded_shape",
@@ -254,6 +265,9 @@ _WORDS = {
     "megatron-checkpoint": [*_OPCODES, *map(str.encode, [*_DCP, *_MEGATRON, *_KEYS])],
     "rank-files": [*_OPCODES, *_GLOBALS, *map(str.encode, _KEYS)],
     "zero-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_KEYS])],
+    "autotp-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_AUTOTP])],
+    "experts-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, "moe", "ep_size_2", "deepspeed_experts"])],
+    "megatron-ranks": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_KEYS, *_MEGATRON_RANKS])],
     "universal-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_KEYS])],
     "nanotron-checkpoint": [*_JSON, *_OPCODES, *_GLOBALS, *map(str.encode, [*_NANOTRON, *_KEYS])],
     "torch-checkpointing-checkpoint": [*_OPCODES, *map(str.encode, [*_CHECKPOINTING, *_KEYS])],

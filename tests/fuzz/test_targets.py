@@ -20,6 +20,9 @@ INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint"
     "megatron-checkpoint": 400,
     "zero-checkpoint": 400,
     "universal-checkpoint": 400,
+    "autotp-checkpoint": 200,
+    "experts-checkpoint": 200,
+    "megatron-ranks": 200,
     "nanotron-checkpoint": 400,
     "torch-checkpointing-checkpoint": 400,
 }
