@@ -27,6 +27,7 @@ from fsdpckpt.flat.units.request import (
 from fsdpckpt.flat.units.target import separate_buffers, target_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.listing import Listing
+from fsdpckpt.ir.sections import main_alone
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.flattened import is_flat_key
@@ -320,16 +321,36 @@ def _refused_error(
 
 
 def find_units(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> ResolvedUnits:
-    """The units of any checkpoint. For one that is not flattened, ``request`` must say how the model was wrapped.
+    """The units of any checkpoint, those of its main model. For one that is not flattened, ``request`` must say how the
+    model was wrapped.
 
-    Raises what ``source_units`` and ``target_units`` raise.
+    Raises what ``source_units`` and ``target_units`` raise, NeedsInformationError if none of several models is the main
+    one.
     """
+    _require_main_section(checkpoint)
+    checkpoint = main_alone(checkpoint)
     if is_flattened(checkpoint, sources, request):
         resolved = source_units(checkpoint, request, sources)
         require_model_order(resolved, checkpoint.source)
         return replace(resolved, how=(*resolved.how, *(resolved.match.proved if resolved.match is not None else ())))
     resolved = target_units(checkpoint, request, None, None, sources)
     return replace(resolved, how=tuple(line.removeprefix("target ") for line in resolved.how))
+
+
+def _require_main_section(checkpoint: Checkpoint) -> None:
+    if checkpoint.model is not None or checkpoint.optim is not None or not checkpoint.named:
+        return
+    manifest = checkpoint.origin.manifest
+    recorded = manifest is not None and any(named.units is not None for named in checkpoint.named)
+    raise NeedsInformationError(
+        f"{checkpoint.source} has several models or optimizers, and a units file describes one",
+        details=[named.label for named in checkpoint.named],
+        file=checkpoint.source,
+        why="none of them is the main one",
+        next_step=f"its {flags.units(manifest.path)} has the units of each"
+        if recorded and manifest is not None
+        else f"make a checkpoint of one first: fsdpckpt convert with {flags.only(checkpoint.named[0].label)}",
+    )
 
 
 def units_of_base(

@@ -21,6 +21,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from fsdpckpt.options.commands import UnitsOptions
+from fsdpckpt.queries.units import find_units
 from tests.flat.test_several_optimizers import ODD, Block, Named, Net, Optimizers, apart, by_module, matrices_and_rest
 from tests.oracle.fake_group import as_rank
 
@@ -372,3 +374,16 @@ def test_a_framework_that_saves_one_optimizer_names_the_form_that_holds_all(full
     with pytest.raises(NeedsInformationError, match="verl saves one optimizer") as error:
         fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], flavor="verl", **FLAT)
     assert "which keeps all" in str(error.value.next_step)
+
+
+def test_units_are_those_of_the_main_model_or_a_message_says_where_others_are(full: Full, tmp_path: Path) -> None:
+    found = find_units(str(full(both)), UnitsOptions(unit=("blocks.*",), use_orig_params=True)).units
+    assert sorted(found.parameters) == sorted(torch.load(full(both))["model"])
+    assert all(param.requires_grad for param in found.params().values())
+    with pytest.raises(NeedsInformationError, match="several models or optimizers") as error:
+        find_units(str(full(several_models)), UnitsOptions())
+    assert "--only" in str(error.value.next_step)
+    fsdpckpt.convert(full(several_models), tmp_path / "flat", unit=["blocks.*"], **FLAT)
+    with pytest.raises(NeedsInformationError, match="several models or optimizers") as error:
+        find_units(str(tmp_path / "flat"), UnitsOptions())
+    assert "fsdpckpt.json" in str(error.value.next_step)
