@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import NamedTuple
@@ -50,27 +50,26 @@ class DifferentCopies(NamedTuple):
         return Problem(kind, message, fatal=fatal, key=named.key, rank=self.rank, section=named.section)
 
 
-def mark_open_copies(checkpoint: Checkpoint) -> None:
-    """Mark the tensors of the model of which ranks have different copies, as far as checksums show it, and nothing says
-    why.
+def mark_open_copies(checkpoint: Checkpoint, found: Iterable[DifferentCopies]) -> None:
+    """Mark the tensors of the model of which ranks have different copies, and nothing says why. ``found``: what
+    ``copies_of_plain_tensors`` says of ``checkpoint``.
     """
     params = checkpoint.model.params if checkpoint.model is not None else {}
-    for different in _of_plain_tensors(checkpoint):
+    for different in found:
         if different.meaning is Meaning.OPEN:
             cut = PerRank((different.first_rank, different.rank))
             params[different.named.param] = replace(different.named.tensor, cut=cut)
 
 
-def contradicting_copies(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Of the model's plain tensors, those of which no rank's copy can be taken, as far as checksums show it, but for
-    those of which ``ir.buffers.undecided_copies`` says it.
+def contradicting_copies(found: Iterable[DifferentCopies]) -> Iterator[Problem]:
+    """Of ``copies_of_plain_tensors``, those of which no rank's can be taken, but for those of which
+    ``ir.buffers.undecided_copies`` says it.
     """
-    for different in _of_plain_tensors(checkpoint):
-        if different.meaning is Meaning.CONTRADICTION:
-            yield different.problem()
+    return (different.problem() for different in found if different.meaning is Meaning.CONTRADICTION)
 
 
-def _of_plain_tensors(checkpoint: Checkpoint) -> Iterator[DifferentCopies]:
+def copies_of_plain_tensors(checkpoint: Checkpoint) -> Iterator[DifferentCopies]:
+    """The model's plain tensors of which ranks have different copies, as far as checksums show it."""
     params = checkpoint.model.params if checkpoint.model is not None else {}
     plain: dict[str, Tensor | Value] = {
         key: leaf

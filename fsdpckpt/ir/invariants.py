@@ -5,7 +5,7 @@ Each returns every problem and raises nothing; ``fatal`` turns the fatal ones in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from fsdpckpt.ir.attached_states import misshapen_states
 from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, Section
-from fsdpckpt.ir.copies import contradicting_copies
+from fsdpckpt.ir.copies import DifferentCopies, contradicting_copies, copies_of_plain_tensors
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.files import path_of
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
@@ -25,11 +25,13 @@ from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural, some_of
 
 
-def problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Every problem of ``checkpoint`` that can be found without reading tensor data."""
+def problems(checkpoint: Checkpoint, copies: Iterable[DifferentCopies] | None = None) -> list[Problem]:
+    """Every problem of ``checkpoint`` that can be found without reading tensor data. ``copies``: those of its plain
+    tensors, if they are found already.
+    """
     all_problems = [problem for _, problem in coverage(checkpoint)]
     all_problems.extend(undecided_copies(checkpoint))
-    all_problems.extend(contradicting_copies(checkpoint))
+    all_problems.extend(contradicting_copies(copies_of_plain_tensors(checkpoint) if copies is None else copies))
     all_problems.extend(_of_optimizer(checkpoint))
     for section in checkpoint.named:
         if section.section is Section.OPTIM:

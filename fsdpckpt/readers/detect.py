@@ -28,7 +28,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
-from fsdpckpt.ir.copies import mark_open_copies
+from fsdpckpt.ir.copies import copies_of_plain_tensors, mark_open_copies
 from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.origin import LeftOut
@@ -96,8 +96,9 @@ def open_checkpoint(
     with gc_paused():
         checkpoint = opening.directory() if entry.directory else opening.file(entry)
         checkpoint.origin = replace(checkpoint.origin, ignored=tuple(remaining.ignored))
-        mark_open_copies(checkpoint)
-        checkpoint.ledger = checkpoint.ledger.with_problems(*problems(checkpoint))
+        copies = list(copies_of_plain_tensors(checkpoint))
+        mark_open_copies(checkpoint, copies)
+        checkpoint.ledger = checkpoint.ledger.with_problems(*problems(checkpoint, copies))
     return checkpoint
 
 

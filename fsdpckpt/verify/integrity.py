@@ -16,7 +16,7 @@ from fsdpckpt.flags import Message
 from fsdpckpt.ir import invariants
 from fsdpckpt.ir.buffers import known_buffers, undecided_copies, with_named_buffers
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, ProblemKind, Section, problem_of
-from fsdpckpt.ir.copies import contradicting_copies
+from fsdpckpt.ir.copies import contradicting_copies, copies_of_plain_tensors
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import ParamKey
@@ -170,7 +170,7 @@ def verify_checkpoint(
     differing = _differing_buffers(checkpoint, results, buffers)
     # The bytes have been compared: what checksums showed of the same tensors is not said twice.
     compared = {each.named.key for each in results if each.different}
-    of_copies = {*undecided_copies(checkpoint), *contradicting_copies(checkpoint)}
+    of_copies = {*undecided_copies(checkpoint), *contradicting_copies(copies_of_plain_tensors(checkpoint))}
     problems = [each for each in problems if each not in of_copies or each.key not in compared]
     for each in results:
         problems += [*([] if each.named.key in differing else each.different), *each.others]
