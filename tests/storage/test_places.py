@@ -24,7 +24,7 @@ MOUNTED = """
 import os, subprocess, sys
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.report import check_report
-from fsdpckpt.storage.places import Tree, is_within
+from fsdpckpt.storage.places import DirectoryTree, is_within
 from fsdpckpt.storage.target_checks import TargetState, check_target, refuse_links_into
 from fsdpckpt.storage.target_checks import require_apart, require_source_apart
 
