@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from tests.readers.contents import opened
 from tests.readers.junk import refusals
 from tests.readers.test_deepspeed import GOLDEN
@@ -178,3 +178,29 @@ def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
     states = torch.load(step / name)["optimizer_state_dict"]
     base = {**states["base_optimizer_state"], "state": {}}
     assert refusals({name: {"optimizer_state_dict": {**states, "base_optimizer_state": base}}}, step, seed=3) > 40
+
+
+def test_without_zero_the_weights_are_read_and_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """As DeepSpeed 0.19 saves it (run with the library): ids in each expert-parallel rank's own order."""
+    prefix = "moe.deepspeed_moe.experts.deepspeed_experts."
+    weights = {"w": torch.randn(5), **{f"{prefix}{expert}.a": torch.randn(3) for expert in range(2)}}
+    optimizer = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    module = {"module": {"w": weights["w"], "mask": torch.ones(2)}, "optimizer": optimizer, "num_experts": [2]}
+    step = tmp_path / "step"
+    step.mkdir()
+    torch.save({**module, "param_shapes": None, "buffer_names": ["mask"]}, step / "mp_rank_00_model_states.pt")
+    for rank in range(2):
+        name = f"{prefix}{rank}.a"
+        torch.save({name: weights[name]}, step / f"layer_0_expert_{rank}_mp_rank_00_model_states.pt")
+        torch.save({"optimizer": optimizer}, step / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    (problem,) = fsdpckpt.verify(str(step)).problems
+    assert "ZeRO 1 saves their names" in problem.message
+    with pytest.raises(FsdpckptError, match="ZeRO 1 saves their names"):
+        fsdpckpt.convert(str(step), str(tmp_path / "full.pt"))
+    fsdpckpt.convert(str(step), str(tmp_path / "model.pt"), only="model")
+    written = torch.load(tmp_path / "model.pt")
+    assert set(written) == {*weights, "mask"}
+    assert all(torch.equal(written[name], value) for name, value in weights.items())
+    (step / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(SourceIncompleteError, match="files of 1 expert are missing"):
+        opened(step)

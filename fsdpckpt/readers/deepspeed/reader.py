@@ -97,6 +97,8 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
         zero = sources.stat(f"{path.rstrip('/')}/{ZERO}")
         if zero is not None and zero.directory:
             return _claim_universal(path, files)
+    if "mp_rank_00_model_states.pt" in files and any(map(_EXPERT.match, files)):
+        return _claim_experts(path, files)
     if layers:
         raise unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
     if not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
@@ -151,6 +153,22 @@ def _experts_in(files: Mapping[str, Entry]) -> list[ExpertFile]:
         for name, match in matches.items()
     ]
     return sorted(experts, key=lambda expert: (expert.layer or 0, expert.expert))
+
+
+def _claim_experts(path: str, files: Mapping[str, Entry]) -> Claim:
+    """Claim a step with experts that was saved without ZeRO."""
+    patterns = (_MODEL, _EXPERT, _EXPERT_STATES, _LAYER)
+    names = {name for name in files if any(pattern.match(name) for pattern in patterns)}
+    _refuse_others(path, names)
+    experts, module = _experts_in(files), files["mp_rank_00_model_states.pt"].path
+
+    def read(table: FileTable, sources: Sources) -> PartContents:
+        from fsdpckpt.readers.deepspeed.without_zero import read_without_zero
+
+        return read_without_zero(path, module, experts, table, sources)
+
+    left_out = sorted(filter(_EXPERT_STATES.match, names))
+    return Claim([Part(path, "deepspeed", read)], names, left_out)
 
 
 def _by_ranks(pattern: re.Pattern[str], files: Mapping[str, Entry]) -> dict[int, dict[int, str]]:
