@@ -1,7 +1,7 @@
 """Reads the weights of a DeepSpeed step with experts that was saved without ZeRO.
 
 The module is in ``mp_rank_00_model_states.pt``, without its experts, and each expert in a file of its own, under the
-name that it has in the model. The optimizers of the expert-parallel ranks, ``expp_rank_<e>_mp_rank_00_optim_states.pt``,
+name that it has in the model. The optimizers of these ranks, ``expp_rank_<e>_mp_rank_00_optim_states.pt``,
 number their parameters, and each rank counts its own experts: nothing names them.
 """
 
