@@ -26,6 +26,7 @@ from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
 from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, locate_some, read_values
+from fsdpckpt.readers.dcp.overlaps import shared_bytes
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Locate, PartContents, build_tensors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
@@ -71,6 +72,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     if not files.hold_no_slices():
         _find_flattened(directory, tensors, tree)
     tree.problems.extend(_misnamed_problems(directory.metadata.order, directory.metadata.paths))
+    tree.problems.extend(shared_bytes(directory.metadata))
     leaves = {**values, **tensors, **blocks}
     tree.root = _nest(((key, leaves[key]) for key in metadata.order), metadata.paths, file=path, notes=tree.notes)
     return tree
