@@ -62,7 +62,7 @@ def test_items_are_compared_file_by_file(sorted_at_once: bool, monkeypatch: pyte
     if not sorted_at_once:
         monkeypatch.setattr(overlaps, "_are_apart", lambda places: False)
     monkeypatch.setattr(overlaps, "_places", lambda metadata: apart)
-    metadata: Any = SimpleNamespace(tensors=dict.fromkeys("abc"), items={})
+    metadata: Any = SimpleNamespace(tensors=dict.fromkeys("ab"), items=dict.fromkeys("c"))
     assert list(overlaps.shared_bytes(metadata)) == []
     monkeypatch.setattr(overlaps, "_places", lambda metadata: apart._replace(end=array([8, 9, 9])))
     assert [problem.key for problem in overlaps.shared_bytes(metadata)] == ["c"]

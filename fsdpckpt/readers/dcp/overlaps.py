@@ -30,15 +30,19 @@ class _Places(NamedTuple):
 def shared_bytes(metadata: DcpMetadata) -> Iterator[Problem]:
     """A problem for each item that begins before the end of the one before it in its file.
 
-    With ``SerializationFormat.SAFETENSORS`` PyTorch says that each begins at 0: places are in the header of the file.
+    With ``SerializationFormat.SAFETENSORS`` all tensors of a file begin at one place: the file's own header says more.
     """
     keys = [*metadata.tensors, *metadata.items]
     places = _places(metadata)
     if _are_apart(places):
         return
-    last = np.zeros(int(places.file.max()) + 1, np.int64)
-    np.maximum.at(last, places.file, places.begin)
-    places = _Places(*(column[last[places.file] > 0] for column in places))
+    tensors = places.key < len(metadata.tensors)
+    first, last = (np.full(int(places.file.max()) + 1, value, np.int64) for value in (np.iinfo(np.int64).max, -1))
+    np.minimum.at(first, places.file[tensors], places.begin[tensors])
+    np.maximum.at(last, places.file[tensors], places.begin[tensors])
+    alone = np.bincount(places.file[tensors], minlength=len(first)) < 2
+    compared = ~tensors | ((first < last) | alone)[places.file]
+    places = _Places(*(column[compared] for column in places))
     order = np.lexsort((places.end, places.begin, places.file))
     key, file, begin, end = (column[order] for column in places)
     for row in np.flatnonzero((file[1:] == file[:-1]) & (begin[1:] < end[:-1])).tolist():
