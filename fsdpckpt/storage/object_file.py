@@ -80,6 +80,7 @@ class ObjectFile:
         self._held: dict[int, bytearray] = {}
         self._left = len(self._needs)  # parts that were not sent
         self._parts: PartsUpload | None = None
+        self._complete = False  # all parts may have been sent without that: its own request can fail
         self._closed = False
         self._sending = 0
         self._lock = threading.Lock()
@@ -136,6 +137,7 @@ class ObjectFile:
             if last:
                 if self._parts is not None:
                     self._parts.complete()
+                self._complete = True
                 self._completed()
         finally:
             with self._lock:
@@ -165,13 +167,13 @@ class ObjectFile:
             raise InternalError(f"{self.path}: {self._left} parts were not sent")
 
     def close(self) -> None:
-        """Without a ``commit``, remove the parts that were sent, once no thread sends one any more: the store keeps a
-        part that arrives later. May be called twice.
+        """Unless the object is complete, remove the parts that were sent, once no thread sends one any more: the store
+        keeps a part that arrives later. May be called twice.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._changed.wait_for(lambda: not self._sending, CLOSE_SECONDS)
-        if self._parts is not None and self._left:
+        if self._parts is not None and not self._complete:
             self._parts.abort()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from fsdpckpt.errors import InternalError
+from fsdpckpt.errors import InternalError, TargetUnwritableError
 from fsdpckpt.storage.object_file import Coverage, ObjectFile, needs_of_parts
 
 NO_CHECKSUMS = np.zeros((0, 3), np.int64)
@@ -117,4 +120,41 @@ def test_an_object_that_is_given_up_leaves_no_parts() -> None:
         file.commit()
     file.close()
     file.close()
+    assert (store.aborted, store.objects) == (1, {})
+
+
+def test_parts_of_an_object_that_could_not_be_completed_are_removed() -> None:
+    store = Store()
+    file = object_file(store, 25)
+    parts = file._upload()
+    parts.complete = Mock(side_effect=TargetUnwritableError("the store is gone"))  # type: ignore[method-assign]
+    with pytest.raises(TargetUnwritableError):
+        write(file, 0, bytes(25))
+    file.close()
+    assert (store.aborted, store.objects) == (1, {})
+
+
+def test_parts_are_removed_if_the_last_one_is_still_sent_when_the_object_is_given_up() -> None:
+    store = Store()
+    file = object_file(store, 25)
+    parts, sending, closing = file._upload(), threading.Event(), threading.Event()
+    send = parts.send
+
+    def send_slowly(number: int, data: bytearray | bytes) -> None:
+        sending.set()
+        closing.wait(5)
+        send(number, data)
+
+    write(file, 0, bytes(20))
+    parts.send = send_slowly  # type: ignore[method-assign]
+    last = threading.Thread(target=write, args=(file, 20, bytes(5)))
+    last.start()
+    sending.wait(5)
+    closer = threading.Thread(target=file.close)
+    closer.start()
+    while not file._closed:
+        time.sleep(0.001)
+    closing.set()
+    last.join()
+    closer.join()
     assert (store.aborted, store.objects) == (1, {})
