@@ -55,7 +55,7 @@ from fsdpckpt.ir.targets import Target
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage import is_url
+from fsdpckpt.storage import UPLOADING, is_url
 from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
 from fsdpckpt.storage.local import replace_file, target_errors
 from fsdpckpt.storage.object_file import ObjectFile
@@ -96,18 +96,24 @@ def _streams(request: Request) -> bool:
     needed = _memory_for(PART, request.group.world_size)
     if not takes_parts(filesystem) or _holds_files(spool.path) or options.max_memory < needed:
         return False
-    # A checkpoint in a directory is replaced by a run that has all of the new one.
-    return not options.overwrite or bool(spool.journals()) or not _is_directory(request.target)
+    # A checkpoint in a directory is replaced by a run that has all of the new one. An interrupted run's journals do not
+    # say that the directory is still what it left: another machine may have made a checkpoint there since.
+    return not options.overwrite or not _is_older_directory(request.target, begun=bool(spool.journals()))
 
 
-def _is_directory(url: str) -> bool:
-    """Whether there are objects below ``url``, as far as the store says: an error is raised where it is opened."""
+def _is_older_directory(url: str, *, begun: bool) -> bool:
+    """Whether there are objects below ``url``, and not of an upload that was ``begun`` and is not complete.
+
+    As far as the store says: an error is raised where it is opened.
+    """
+    directory = url.rstrip("/")
     with Sources() as sources:
         try:
-            entry = sources.stat(url.rstrip("/"))
+            entry = sources.stat(directory)
+            there = entry is not None and entry.directory
+            return there and not (begun and sources.stat(f"{directory}/{UPLOADING}") is not None)
         except SourceError:
             return True
-        return entry is not None and entry.directory
 
 
 _EXCHANGE = 8 << 20  # bytes: the least with which workers exchange bytes and write windows
@@ -402,6 +408,8 @@ class Streamed(Spooled):
         with self.group.step("publish"), self.group.heartbeat():
             if self.group.rank == 0 and not self._compares:
                 self._publish()
+            elif self.group.rank == 0 and self._staged and self._spool.journals():
+                self._objects().delete(self._staged)  # of this machine's run, which ended before it deleted it
         self._published = True
         self._remove_staging()
 

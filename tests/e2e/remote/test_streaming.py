@@ -287,6 +287,48 @@ def test_another_command_does_not_continue_it_and_no_resume_starts_over(s3: Prox
     assert s3.count("PUT", part="__0_0.distcp") == 1
 
 
+def test_what_another_machine_has_completed_since_stays_whole_until_the_new_one_is_checked(
+    s3: Proxy, files: Path, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines convert to one DST night after night, with --overwrite."""
+    broken(s3, "s3://runs/full.pt")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fsdpckpt.convert("s3://runs/twin.pt", "s3://runs/broken", overwrite=True, **DCP)
+    before = {key: content(s3, key) for key in keys(s3, "broken")}
+    monkeypatch.setattr("tempfile.tempdir", str(staging))
+    data = bytearray((files / "full.pt").read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    client(s3).put_object(Bucket="runs", Key="full.pt", Body=bytes(data))
+    with pytest.raises(SourceCorruptError):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", overwrite=True, **DCP)
+    assert {key: content(s3, key) for key in keys(s3, "broken")} == before
+    client(s3).put_object(Bucket="runs", Key="full.pt", Body=(files / "full.pt").read_bytes())
+    assert not fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", overwrite=True, **DCP).streamed
+    assert fsdpckpt.diff("s3://runs/broken", files / "full.pt").same
+    assert list(staging.iterdir()) == []
+
+
+def test_an_interrupted_run_that_overwrites_is_continued(s3: Proxy, files: Path) -> None:
+    broken(s3, "s3://runs/full.pt")
+    assert fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", overwrite=True, **DCP).streamed
+    assert [s3.count("PUT", part=f"__{rank}_0.distcp") for rank in range(3)] == [0, 0, 1]
+    assert fsdpckpt.verify("s3://runs/broken").whole
+
+
+def test_a_run_that_ends_between_the_copy_and_the_deletion_leaves_nothing_in_the_end(
+    s3: Proxy, files: Path, staging: Path
+) -> None:
+    before = keys(s3, "")
+    s3.fault = lambda method, path, begin: "503" if method == "DELETE" and "fsdpckpt-staging" in path else None
+    with pytest.raises(TargetUnwritableError):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/one.pt", to="full")
+    s3.fault = None
+    report = fsdpckpt.convert("s3://runs/full.pt", "s3://runs/one.pt", to="full")
+    assert [note.kind for note in report.notes] == ["resumed"]
+    assert keys(s3, "") - before == {"one.pt"}
+    assert list(staging.iterdir()) == []
+
+
 def test_a_source_that_changed_since_is_sent_from_the_beginning(s3: Proxy, files: Path) -> None:
     broken(s3, "s3://runs/full.pt")
     client(s3).put_object(Bucket="runs", Key="full.pt", Body=(files / "twin.pt").read_bytes())
