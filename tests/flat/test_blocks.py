@@ -10,6 +10,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units_json import encode, render
 from tests.flat.flat_checkpoints import unit, units_of
 
@@ -148,12 +149,32 @@ def test_shards_would_part_codes_from_their_scales(container: str, tmp_path: Pat
     one = torch.load(tmp_path / "full.pt", weights_only=True)["optimizer"]["state"]["w"]
     by_id = {"state": {0: one}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     torch.save({"model": {"w": torch.ones(SHAPES["w"])}, "optimizer": by_id}, tmp_path / "by_id.pt")
-    for name, key in (("source", "0"), ("full.pt", "w"), ("by_id.pt", "0")):
+    by_id["state"] = {0: hidden(one)}
+    torch.save({"model": {"w": torch.ones(SHAPES["w"])}, "optimizer": by_id}, tmp_path / "hidden.pt")
+    for name, key in (("source", "0"), ("full.pt", "w"), ("by_id.pt", "0"), ("hidden.pt", "0")):
         sharded: dict[str, Any] = {"to": "sharded", "container": container}
         with pytest.raises(SourceUnsupportedError, match="would not hold whole blocks") as raised:
             fsdpckpt.convert(tmp_path / name, tmp_path / "two", **sharded, world_size=2)
         assert raised.value.key == f"{key}.state1"
         fsdpckpt.convert(tmp_path / name, tmp_path / f"one-{key}-{Path(name).stem}", **sharded, world_size=1)
+
+
+@pytest.mark.parametrize("container", ["torch", "dcp"])
+def test_hidden_states_of_32_bits_are_cut_like_their_parameter(container: str, tmp_path: Path) -> None:
+    entry = {"step": 2, **{state: torch.randn(7, 3) for state in ("state1", "state2")}}
+    optimizer = {"state": {"w": hidden(entry)}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": {"w": torch.ones(7, 3)}, "optimizer": optimizer}, tmp_path / "full.pt")
+    target = tmp_path / "target"
+    fsdpckpt.convert(tmp_path / "full.pt", target, to="sharded", container=container, world_size=2)
+    optim = fsdpckpt.inspect(target).checkpoint.optim
+    assert optim is not None
+    written = optim.state["w"]["state1"]
+    assert isinstance(written, Tensor)
+    assert written.chunks.size.tolist() == [[4, 3], [3, 3]]
+    fsdpckpt.convert(target, tmp_path / "back.pt", to="full")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)["optimizer"]["state"]["w"]
+    assert torch.equal(back["state1"], entry["state1"])
+    assert torch.equal(back["state2"], entry["state2"])
 
 
 def test_scales_are_not_cast(tmp_path: Path) -> None:

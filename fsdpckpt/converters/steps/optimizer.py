@@ -6,15 +6,18 @@ from dataclasses import replace
 
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.ir import Layout
+from fsdpckpt.ir import Container, Layout
 from fsdpckpt.ir.bitsandbytes import unwrapped
 from fsdpckpt.transform.weight_decay import list_parameters, note_one_group
 
 
 def unwrap_quantized(draft: Draft, decision: Decision) -> Draft:
-    """Turn the states that bitsandbytes wraps to keep FSDP from cutting them into ordinary states, which FSDP1 cuts."""
+    """Turn the states that bitsandbytes wraps to keep FSDP from cutting them into ordinary states, which are cut like
+    their parameters. Files of ranks are read without the dict, and one DCP directory for one process keeps it.
+    """
     optim = draft.checkpoint.optim
-    if optim is None or decision.layout is not Layout.FLATTENED:
+    one_process = decision.container is Container.DCP and decision.world_size in (None, 1)
+    if optim is None or decision.layout is Layout.FULL or (decision.layout is Layout.SHARDED and one_process):
         return draft
     state = {key: unwrapped(entry) for key, entry in optim.state.items()}
     return draft.with_checkpoint(replace(draft.checkpoint, optim=optim.with_state(state)))
