@@ -77,14 +77,17 @@ class MemorySources(Sources):
 
 
 class ReaderContract(ABC):
-    """``reader``: the one under test. ``harmless``: names of files that may be cut or lost without any harm."""
+    """``reader``: the one under test. ``weights``: the model that ``save`` saves, several MiB of it, where a format has
+    names of its own. ``harmless``: names of files that may be cut or lost without any harm.
+    """
 
     reader: Reader
+    weights: Mapping[str, np.ndarray] = WEIGHTS
     harmless: frozenset[str] = frozenset()
 
     @abstractmethod
     def save(self, directory: Path) -> Path:
-        """Save a model of ``WEIGHTS`` in ``directory``, which is empty; returns what a user names to read it."""
+        """Save a model of ``weights`` in ``directory``, which is empty; returns what a user names to read it."""
 
     @pytest.fixture(scope="class")
     def saved(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -116,7 +119,7 @@ class ReaderContract(ABC):
             checkpoint = open_checkpoint(str(saved), sources=sources)
         assert checkpoint.model is not None
         assert checkpoint.problems == ()
-        _require_weights(checkpoint)
+        _require_weights(checkpoint, self.weights)
 
     def test_every_chunk_lies_in_a_file_of_the_table(self, saved: Path) -> None:
         with Sources() as sources:
@@ -171,7 +174,7 @@ class ReaderContract(ABC):
     def test_it_never_reads_the_data_of_tensors(self, saved: Path) -> None:
         with CountedSources() as sources:
             self.trees(saved, sources)
-        assert sources.nbytes < _HEADERS < sum(weight.nbytes for weight in WEIGHTS.values()) // 8
+        assert sources.nbytes < _HEADERS < sum(weight.nbytes for weight in self.weights.values()) // 8
 
     def test_it_reads_the_same_from_disk_and_from_any_other_source_of_bytes(self, saved: Path) -> None:
         with Sources() as sources:
@@ -239,14 +242,14 @@ def _copy(path: Path, copy: Path) -> Path:
     return Path(shutil.copy(path, copy / path.name))
 
 
-def _require_weights(checkpoint: Checkpoint) -> None:
+def _require_weights(checkpoint: Checkpoint, weights: Mapping[str, np.ndarray]) -> None:
     assert checkpoint.model is not None
     with Sources() as sources:
         files = [bytes(sources.open_file(file).read(0, file.nbytes)) for file in checkpoint.files]
-    assert set(checkpoint.model.params) == set(WEIGHTS)
+    assert set(checkpoint.model.params) == set(weights)
     for name, leaf in checkpoint.model.params.items():
         assert isinstance(leaf, Tensor)
-        np.testing.assert_array_equal(_whole(leaf, files), WEIGHTS[name])
+        np.testing.assert_array_equal(_whole(leaf, files), weights[name])
 
 
 def _whole(tensor: Tensor, files: Sequence[bytes]) -> np.ndarray:

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.readers.megatron_torch.reader import MegatronTorchReader
+from fsdpckpt.testing import ReaderContract
 from tests.readers.contents import opened
 from tests.readers.junk import refusals
 
@@ -283,3 +286,25 @@ def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
     content["model"] = {name: value for name, value in content["model"].items() if "final" in name}
     content["optimizer"]["optimizer"]["state"] = {}
     assert refusals({"mp_rank_01/model_optim_rng.pt": content}, step, seed=3) > 60
+
+
+class TestRanks(ReaderContract):
+    reader = MegatronTorchReader()
+    weights = {  # noqa: RUF012  # as in the base class
+        "embedding.word_embeddings.weight": np.arange(1 << 20, dtype=np.float32).reshape(1 << 11, 1 << 9),
+        "decoder.final_layernorm.weight": np.arange(1 << 9, dtype=np.float32),
+        "output_layer.weight": np.arange(1 << 20, dtype=np.float32).reshape(1 << 11, 1 << 9) / 3,
+    }
+
+    def save(self, directory: Path) -> Path:
+        arguments = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "padded_vocab_size": 1 << 11}
+        for rank in range(2):
+            model = {
+                name: torch.from_numpy(np.array_split(value, 2)[rank] if value.ndim > 1 else value).clone()
+                for name, value in self.weights.items()
+            }
+            folder = directory / "iter_0000007" / f"mp_rank_{rank:02}"
+            folder.mkdir(parents=True)
+            content = {"args": argparse.Namespace(**arguments, rank=rank), "iteration": 7, "model": model}
+            torch.save(content | {"checkpoint_version": 3.0}, folder / "model_optim_rng.pt")
+        return directory / "iter_0000007"
