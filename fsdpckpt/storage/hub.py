@@ -52,7 +52,7 @@ class HubTarget(RemoteTarget):
     def send(self, files: Mapping[str, str], options: UploadOptions) -> None:
         """The commit sends them."""
 
-    def finish(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions) -> None:
+    def finish(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions, *, upload: str) -> None:
         """Commit ``files``, and delete what is there and not among ``names``. Raises TargetUnwritableError."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
         from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars

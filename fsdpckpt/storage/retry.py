@@ -115,7 +115,7 @@ def with_retries(request: Callable[[], T], *, url: str, action: str, make_error:
 
 
 def _source_error(error: BaseException, url: str, action: str, attempts: int) -> SourceError:
-    if _is_missing(error):
+    if is_missing(error):
         return SourceMissingError(
             f"{url} does not exist",
             file=url,
@@ -157,7 +157,7 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
     if denied:
         why = "the credentials are missing or expired, or do not allow it"
         next_step = "check the credentials of this store"
-    elif _is_missing(error):
+    elif is_missing(error):
         why, next_step = "there is no such bucket or container", "create it or correct its name"
     elif attempts > 1:
         why = "the store or the network is failing"
@@ -182,7 +182,8 @@ def _in_other_region(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EREMCHG  # s3fs raises it for "moved permanently"
 
 
-def _is_missing(error: BaseException) -> bool:
+def is_missing(error: BaseException) -> bool:
+    """Whether the store's answer is that there is nothing."""
     return isinstance(error, FileNotFoundError) or _status(error) == 404
 
 

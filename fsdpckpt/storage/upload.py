@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+import shlex
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fsdpckpt import flags
-from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError
+from fsdpckpt.errors import SourceError, TargetExistsError, TargetUnwritableError, UsageError, to_copy
 from fsdpckpt.storage.parts import (
     MAX_PARTS,
     PartsUpload,
@@ -43,6 +44,7 @@ from fsdpckpt.storage.parts import (
 )
 from fsdpckpt.storage.protocols import UPLOADING, is_url, remote_identity
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
+from fsdpckpt.storage.retry import is_missing
 from fsdpckpt.storage.target_checks import TargetState
 from fsdpckpt.text import bytes_text
 
@@ -103,6 +105,17 @@ class RemoteTarget:
         except (ValueError, LookupError, TypeError):  # it is not what this version writes
             return "", frozenset({UPLOADING})
 
+    def is_own(self, upload: str) -> bool:
+        """Whether the upload with the id ``upload`` is still the one that is announced there: another machine may have
+        begun one since, with ``--overwrite`` or ``--resume``, and completed it.
+        """
+        try:
+            return self.announced()[0] == upload
+        except TargetUnwritableError as error:
+            if error.__cause__ is not None and is_missing(error.__cause__):
+                return False
+            raise
+
     @property
     def complete(self) -> bool:
         """Whether something is there that no upload has left unfinished."""
@@ -138,9 +151,19 @@ class RemoteTarget:
             if name not in small:
                 self._put(name, files[name], options)
 
-    def finish(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions) -> None:
-        """Steps 4 to 6, after all data is uploaded. ``files``: at least the lists; ``names``: those of all files."""
+    def finish(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions, *, upload: str) -> None:
+        """Steps 4 to 6, after all data is uploaded. ``files``: at least the lists; ``names``: those of all files;
+        ``upload``: as for ``begin``. Raises TargetExistsError if another one has been begun since.
+        """
         directory = "" not in names
+        if directory and not self.is_own(upload):
+            raise TargetExistsError(
+                f"another run has written to {self.url} since this one began",
+                file=self.url,
+                why=f"it was started with {flags.overwrite} or {flags.resume}; files of both runs may be there",
+                next_step=to_copy("once that run has ended", f"fsdpckpt verify {shlex.quote(self.url)}"),
+                resumable=False,
+            )
         for name in self.names:
             if name not in names and name != UPLOADING and not (directory and name.endswith(UPLOADED_LAST)):
                 self._delete(name)

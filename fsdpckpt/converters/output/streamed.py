@@ -418,7 +418,7 @@ class Streamed(Spooled):
         if self._directory:
             files = {name: self._spool.locate(name) for name in self._lists}
             names = {*self._lists, *self._sizes, *self._sent}
-            store.finish(files, names, self._upload_options(lambda _: None, {}))
+            store.finish(files, names, self._upload_options(lambda _: None, {}), upload=self._upload)
         else:
             self._objects().move(self._staged, posixpath.basename(store.root))
 
@@ -451,6 +451,8 @@ class Streamed(Spooled):
                 self._spool.remove()
 
     def _withdraw(self) -> None:
+        if self._directory and not self._store.is_own(self._upload):
+            return  # another machine has begun an upload since: what is there may be what it sent
         objects = self._objects()
         for name in (*self._sizes, *self._sent):
             objects.delete(self._object_name(name))

@@ -249,7 +249,9 @@ class Spooled(Rename):
             self._run_watched(lambda sent: remote.send(chosen, self._upload_options(sent, earlier)))
         with group.step("end the upload"):
             if group.rank == 0:
-                self._run_watched(lambda sent: remote.finish(files, holders, self._upload_options(sent, earlier)))
+                self._run_watched(
+                    lambda sent: remote.finish(files, holders, self._upload_options(sent, earlier), upload=self._upload)
+                )
         self._progress.end()
         self._remove_staging()
 

@@ -20,6 +20,7 @@ from fsdpckpt.errors import (
     SourceCorruptError,
     SourceIncompleteError,
     TargetError,
+    TargetExistsError,
     TargetUnwritableError,
     UsageError,
 )
@@ -305,6 +306,60 @@ def test_what_another_machine_has_completed_since_stays_whole_until_the_new_one_
     client(s3).put_object(Bucket="runs", Key="full.pt", Body=(files / "full.pt").read_bytes())
     assert not fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", overwrite=True, **DCP).streamed
     assert fsdpckpt.diff("s3://runs/broken", files / "full.pt").same
+    assert list(staging.iterdir()) == []
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("ends", [True, False], ids=["completed", "running"])
+def test_a_run_that_lost_its_target_to_another_machine_publishes_nothing(
+    s3: Proxy, files: Path, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: bool, ends: bool
+) -> None:
+    """While one run sends its last object, another machine replaces what is there, or begins to."""
+    found: dict[str, bytes] = {}
+
+    def take_over(method: str, path: str, begin: int | None) -> str | None:
+        if not found and method == "PUT" and path.endswith("__2_0.distcp"):
+            found["begun"] = b""
+            if ends:
+                client(s3).delete_object(Bucket="runs", Key=f"taken/{UPLOADING}")
+            else:
+                marker = b'{"upload": "other", "files": {}, "replaced": []}'
+                client(s3).put_object(Bucket="runs", Key=f"taken/{UPLOADING}", Body=marker)
+            client(s3).put_object(Bucket="runs", Key="taken/.metadata", Body=b"the other run's")
+            found.update({key: content(s3, key) for key in keys(s3, "taken/") if not key.endswith(".distcp")})
+        return None
+
+    s3.fault = take_over
+    options: dict[str, Any] = {**DCP, "staging": tmp_path / "here"} if staged else DCP
+    with pytest.raises(TargetExistsError, match="another run has written to s3://runs/taken"):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/taken", **options)
+    s3.fault = None
+    del found["begun"]
+    assert {key: content(s3, key) for key in keys(s3, "taken/") if not key.endswith(".distcp")} == found
+    assert {f"taken/__{rank}_0.distcp" for rank in range(3)} <= keys(s3, "taken/")  # they may be the other run's
+    assert list(staging.iterdir()) == []
+
+
+def test_a_source_that_is_damaged_does_not_undo_what_another_machine_completed(
+    s3: Proxy, files: Path, staging: Path
+) -> None:
+    data = bytearray((files / "full.pt").read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    client(s3).put_object(Bucket="runs", Key="damaged.pt", Body=bytes(data))
+    there: dict[str, bytes] = {}
+
+    def take_over(method: str, path: str, begin: int | None) -> str | None:
+        if not there and method == "PUT" and path.endswith("__1_0.distcp"):
+            there["taken/__0_0.distcp"] = b"the other run's"
+            client(s3).delete_object(Bucket="runs", Key=f"taken/{UPLOADING}")
+            client(s3).put_object(Bucket="runs", Key="taken/__0_0.distcp", Body=there["taken/__0_0.distcp"])
+        return None
+
+    s3.fault = take_over
+    with pytest.raises(SourceCorruptError):
+        fsdpckpt.convert("s3://runs/damaged.pt", "s3://runs/taken", **DCP)
+    s3.fault = None
+    assert {key: content(s3, key) for key in there} == there
     assert list(staging.iterdir()) == []
 
 
