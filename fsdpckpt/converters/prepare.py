@@ -32,7 +32,7 @@ from fsdpckpt.ir.stored_once import stored_bytes
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
-from fsdpckpt.readers.dcp.items import first_item, is_located
+from fsdpckpt.readers.dcp.items import is_located, items_of
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Locate, require_matches
 from fsdpckpt.storage.sources import Sources
@@ -143,7 +143,7 @@ def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sour
     except FsdpckptError:  # the bytes may show otherwise; if not, the error lists what is wrong with all items
         return Locate.ALL
     taken = [*draft.checkpoint.leaves(), *draft.side_files.values()]
-    return Locate.only(frozenset(map(first_item, taken)))
+    return Locate.only(items_of(taken))
 
 
 def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:

@@ -23,7 +23,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Inline, Stored, paths_in
 from fsdpckpt.ir.optimizer import ParamKey
-from fsdpckpt.ir.tensors import Boxes, Chunks, Shard, Sharded, Tensor, Whole
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Shard, Sharded, Tensor, Whole
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage import Entry
@@ -37,8 +37,8 @@ _MAX_POINTER_BYTES = 1024  # of a file that names the last checkpoint
 KeyPath: TypeAlias = tuple[Key, ...]
 """Where a value is in a nested state dict: dict keys and list positions, outermost first."""
 
-Items: TypeAlias = frozenset[tuple[int, int]]
-"""Tensors of a DCP directory by the first item of each: the number of its file, and where in it the item begins."""
+Items: TypeAlias = Int64Array
+"""Items of DCP directories, as ``readers.dcp.items`` numbers them, ascending."""
 
 
 def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
@@ -55,16 +55,16 @@ def require_matches(globs: Sequence[str], *checkpoints: Checkpoint) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Locate:
     """Which tensors of a DCP directory are located: their items are opened, and show where in its file each chunk is.
 
     ``Locate.NOTHING``: the metadata alone is read, and few of the other values; ``Locate.ALL``; ``Locate.only(items)``:
-    the tensors that begin with one of ``items``, and all other values.
+    the tensors that have one of ``items``, and all other values.
     """
 
     all: bool
-    items: Items = frozenset()
+    items: Items = field(default_factory=lambda: np.zeros(0, np.int64))
     values: bool = True  # whether everything that is not a tensor is read
 
     NOTHING: ClassVar[Locate]

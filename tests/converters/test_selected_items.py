@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,6 +15,9 @@ import fsdpckpt
 from fsdpckpt.converters import prepare
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.dcp.items import ItemReader
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
+from fsdpckpt.readers.dcp.items import have_items, items_of
 from fsdpckpt.readers.protocol import Locate
 from tests.readers.played_ranks import save_as_ranks, shard, shard_rows_twice
 
@@ -123,3 +127,37 @@ def test_master_weights_are_proved_by_their_bytes(take: dict[str, Any], tmp_path
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     for name, weight in found.get("model", found).items():
         assert torch.equal(weight, masters[name])
+
+
+def test_all_items_are_opened_of_what_a_reader_joins(tmp_path: Path) -> None:
+    """Megatron FSDP separates the gate of SwiGLU from the value: the joined weight begins with the items of one."""
+    halves = {"_w": torch.randn(6, 3), "_v": torch.randn(6, 3)}
+    root = {"args": {}, "checkpoint_version": 3.0}
+
+    def of_rank(_: int) -> dict[str, Any]:
+        sharded = shard(halves, RANKS)
+        model = {f"module.0.mlp.linear_fc1.weight{half}": sharded[f"{half}.weight"] for half in halves}
+        state = {name: {"exp_avg": tensor * 2} for name, tensor in model.items()}
+        settings = {"module.0.mlp.linear_fc1.weight": {"lr": 0.5}}
+        return {**root, "model": model, "optimizer": {"state": state, "param_to_group_meta": settings}}
+
+    save_as_ranks(tmp_path / "source", of_rank, RANKS)
+    joined = torch.cat(list(halves.values())).tolist()
+    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "model.pt"), to="full", only="model")
+    model = torch.load(tmp_path / "model.pt", weights_only=True)
+    fc1 = "0.mlp.linear_fc1.weight"
+    assert model[fc1].tolist() == joined
+    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "one.pt"), to="full", only="optim", include=(fc1,))
+    states = torch.load(tmp_path / "one.pt", weights_only=True)["state"]
+    assert torch.equal(states[fc1]["exp_avg"], model[fc1] * 2)
+
+
+def test_a_tensor_is_chosen_by_any_of_its_items() -> None:
+    """Those of chunks without elements are left out in what is taken."""
+    file, item = np.array([0, 1, 1]), np.array([[0, 9], [0, 9], [64, 9]])
+    rows = np.zeros((2, 1), np.int64)
+    taken = Chunks(file[1:], file[1:], np.array([-1, -1]), Boxes(rows, rows + 1, rows + 1), item[1:])
+    items = items_of([Tensor(DTYPES["uint8"], (2,), taken)])
+    others = [(file[:1], item[:1]), (file[:0], item[:0])]
+    assert have_items([others[0], (file, item), others[1]], items) == [False, True, False]
+    assert have_items([*others, (file, item)], items_of([])) == [False, False, False]

@@ -8,7 +8,7 @@ If rows do not divide evenly the metadata can be wrong; then the items decide (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple, NoReturn
@@ -35,7 +35,7 @@ from fsdpckpt.ir.tensors import (
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import as_fully_shard, mesh_box
 from fsdpckpt.readers.dcp.directory import DcpDirectory
-from fsdpckpt.readers.protocol import ChunkedTensor, PartContents
+from fsdpckpt.readers.protocol import ChunkedTensor, Items, PartContents
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
@@ -423,16 +423,34 @@ def is_located(tensor: Tensor) -> bool:
     return chunks.item is None or bool((chunks.offset >= 0).all())
 
 
-def first_item(tensor: Tensor) -> tuple[int, int]:
-    """The first item of a tensor, as in ``Items``; (-1, -1) without any."""
-    chunks = tensor.chunks
-    return (-1, -1) if chunks.item is None else first_of_items(chunks.file, chunks.item)
+def items_of(tensors: Iterable[Tensor]) -> Items:
+    """All items of ``tensors``. A reader may have joined tensors of the directory, and left out chunks without
+    elements: any of these may hold the first item of one.
+    """
+    stored = [(each.chunks.file, each.chunks.item) for each in tensors if each.chunks.item is not None]
+    numbers = [_item_numbers(file, item) for file, item in stored]
+    return distinct(np.concatenate(numbers)) if numbers else np.zeros(0, np.int64)
 
 
-def first_of_items(file: Int64Array, item: Int64Array) -> tuple[int, int]:
-    """The first item by file and begin; (-1, -1) if there are none."""
-    order = np.lexsort((item[:, 0], file))
-    return (int(file[order[0]]), int(item[order[0], 0])) if len(order) else (-1, -1)
+def have_items(stored: Sequence[tuple[Int64Array, Int64Array]], items: Items) -> list[bool]:
+    """Whether each tensor, of which ``stored`` has the files and the items of its chunks, has one of ``items``."""
+    if not len(items) or not stored:
+        return [False] * len(stored)
+    numbers = np.concatenate([_item_numbers(file, item) for file, item in stored])
+    at = np.searchsorted(items, numbers)
+    found = items[np.minimum(at, len(items) - 1)] == numbers
+    before = np.concatenate([[0], np.cumsum(found)])
+    ends = np.cumsum([0, *(len(file) for file, _ in stored)])
+    has_one: list[bool] = (before[ends[1:]] > before[ends[:-1]]).tolist()
+    return has_one
+
+
+def _item_numbers(file: Int64Array, item: Int64Array) -> Int64Array:
+    """One number for each item, by its file and where it begins. Several items of impossible places may have one."""
+    return file * _MAX_BEGIN + item[:, 0]
+
+
+_MAX_BEGIN = 1 << 46
 
 
 class LocatedRows(NamedTuple):

@@ -18,14 +18,14 @@ import numpy as np
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, damaged
-from fsdpckpt.formats.dcp import DcpMetadata, DcpTensor, PathElement
+from fsdpckpt.formats.dcp import DcpMetadata, PathElement
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Problem, ProblemKind, Section
 from fsdpckpt.ir.tensors import Boxes, Chunks, OneSlice, Tensor, contiguous_strides
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
-from fsdpckpt.readers.dcp.items import declared_chunks, first_of_items, locate_chunks, locate_some, read_values
+from fsdpckpt.readers.dcp.items import declared_chunks, have_items, locate_chunks, locate_some, read_values
 from fsdpckpt.readers.dcp.overlaps import shared_bytes
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Locate, PartContents, build_tensors
 from fsdpckpt.storage.sources import Sources
@@ -94,16 +94,14 @@ def _is_setting(key: str) -> bool:
 
 
 def _only_items(directory: DcpDirectory, items: Items) -> DcpDirectory:
-    """The same directory with only the settings of param groups and the tensors that begin with ``items``."""
+    """The same directory with only the settings of param groups and the tensors that have one of ``items``."""
     numbers = directory.by_file(directory.numbers)
-
-    def chosen(tensor: DcpTensor) -> bool:
-        return bool(items) and first_of_items(numbers[tensor.chunks.file], tensor.chunks.item) in items
-
+    all_tensors = directory.metadata.tensors
+    chosen = have_items([(numbers[each.chunks.file], each.chunks.item) for each in all_tensors.values()], items)
     tensors = {
         key: tensor
-        for key, tensor in directory.metadata.tensors.items()
-        if (_is_setting(key) and tensor.shape == ()) or chosen(tensor)
+        for (key, tensor), has_one in zip(all_tensors.items(), chosen, strict=True)
+        if has_one or (_is_setting(key) and tensor.shape == ())
     }
     return replace(directory, metadata=replace(directory.metadata, tensors=tensors, items={}))
 
