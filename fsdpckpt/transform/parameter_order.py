@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from functools import cached_property
 from itertools import accumulate, chain, repeat
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from fsdpckpt.ir.units import Groups, Units, first_misplaced
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.transform.id_order import in_model_order, listed_order
 from fsdpckpt.transform.listings import units_names, whole_tensors
+
+_Row = TypeVar("_Row")
 
 BY_USER = f"{flags.parameters}"
 """The source of the order that the user gives."""
@@ -72,7 +75,7 @@ class ParameterOrder(Listing):
         """The groups of an optimizer, each in its order."""
         groups = list(groups)
         rows = tuple(chain(*groups))
-        members = _cut(range(len(rows)), list(map(len, groups)))
+        members = cut(range(len(rows)), list(map(len, groups)))
         return cls(rows, source, in_model_order=False, authoritative=True, members=members)
 
     @cached_property
@@ -156,7 +159,10 @@ def parameter_orders(
     known = [order for order in (*models, *orders) if order is not None]
     of_model = next((order for order in known if order.ordered and order.in_model_order), None)
     if listed is not None:
-        orders.append(_as_optimizer_lists(listed, parameter_groups, checkpoint.optim, of_model))
+        by_user = _as_optimizer_lists(listed, parameter_groups, checkpoint.optim, of_model)
+        # Units without groups, or with those of flat parameters, do not say the optimizer's order, which ids count in.
+        recorded = any(order.groups is not None and not order.by_unit for order in orders if order is not None)
+        orders.insert(len(orders) if recorded or by_user.groups is None else 0, by_user)
     if reference is not None:
         orders.extend(_of_reference(reference, checkpoint, models[0], of_model))
     orders.extend(models)
@@ -166,34 +172,41 @@ def parameter_orders(
 def _as_optimizer_lists(
     listed: ParameterOrder, divided: Groups, optim: Optimizer | None, of_model: ParameterOrder | None
 ) -> ParameterOrder:
-    """``listed``, the user's list, with the optimizer's groups if it says them.
-
-    It does if blank lines divide it into as many parts as there are groups (``divided``), or if it has exactly the
-    optimizer's parameters in an order that is not the model's: then it is the optimizer's own. A list for ids that is
-    sorted by name is nobody's order; for names it answers a warning, and is meant.
-    """
-    sizes = () if optim is None else _group_sizes(optim)
-    if not sizes:
+    """``listed``, the user's list, with the optimizer's groups if it says them (``groups_by_user``)."""
+    position: dict[str, int] | None = None
+    if of_model is not None:
+        position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
+    groups = None if optim is None else groups_by_user(listed.names, divided, optim, position)
+    if groups is None:
         return listed
-    names = listed.names
-    parts = tuple(map(len, divided))
-    if len(parts) == len(sizes) > 1 and sum(parts) == len(names):
-        return replace(listed, members=_cut(range(len(names)), parts), in_model_order=False)
-    by_name = optim is not None and optim.key_type == "name"
-    sorted_for_ids = not by_name and list(names) == sorted(names)
-    if sum(sizes) != len(names) or of_model is None or sorted_for_ids:
-        return listed
-    position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
-    if first_misplaced(names, position) is None:
-        return listed
+    members = cut(range(len(listed.rows)), list(map(len, groups)))
     source = f"{listed.source}, in the optimizer's order"
-    divided_so = replace(listed, members=_cut(range(len(names)), sizes), in_model_order=False, source=source)
-    if optim is not None and optim.key_type == "name" and not _have_the_keys(divided_so.groups or (), optim):
-        return listed
-    return divided_so
+    return replace(listed, members=members, in_model_order=False, source=source)
 
 
-def _cut(rows: Sequence[RowNumber], sizes: Sequence[int]) -> tuple[tuple[RowNumber, ...], ...]:
+def groups_by_user(
+    names: Sequence[str], divided: Groups, optim: Optimizer, position: Mapping[str, int] | None
+) -> Groups | None:
+    """The groups of ``optim`` if the user's list ``names`` is in the optimizer's order; None if it is the model's.
+
+    It is the optimizer's if blank lines divide it into as many parts as there are groups (``divided``), or if it has
+    exactly the optimizer's parameters in an order that is not the model's. ``position``: of the parameters in the
+    model, None if that is not known. A list for ids that is sorted by name is nobody's order; for names it answers a
+    warning, and is meant.
+    """
+    sizes, parts = _group_sizes(optim), tuple(map(len, divided))
+    if len(parts) == len(sizes) > 1 and sum(parts) == len(names):
+        return cut(names, parts)
+    sorted_for_ids = optim.key_type != "name" and list(names) == sorted(names)
+    if not sizes or sum(sizes) != len(names) or position is None or sorted_for_ids:
+        return None
+    groups = cut(names, sizes)
+    if first_misplaced(names, position) is None or (optim.key_type == "name" and not _have_the_keys(groups, optim)):
+        return None
+    return groups
+
+
+def cut(rows: Sequence[_Row], sizes: Sequence[int]) -> tuple[tuple[_Row, ...], ...]:
     """``rows`` in parts of these sizes."""
     return tuple(tuple(rows[end - size : end]) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
@@ -475,7 +488,8 @@ def _differing_groups(used: ParameterOrder, other: ParameterOrder) -> list[str]:
     if len(groups) != len(other_groups):
         return [f"{used.source} has {len(groups)} groups, {other.source} {len(other_groups)}"]
     assumed = used.caution is not None or other.caution is not None
-    order_counts = used.ordered and other.ordered and not assumed
+    by_unit = used.by_unit or other.by_unit  # flat parameters have an order, and those in them have not
+    order_counts = used.ordered and other.ordered and not assumed and not by_unit
     return [
         f"group {number}: {used.source} and {other.source} list different parameters, or list them in a different order"
         for number, (group, other_group) in enumerate(zip(groups, other_groups, strict=True))

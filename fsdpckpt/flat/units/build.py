@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
@@ -160,6 +161,14 @@ def regrouped(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, 
     if sum(map(len, keys)) != len(set().union(*keys)):
         return None
     return tuple(map(tuple, keys))
+
+
+def returns_to_a_unit(units: Units, names: Sequence[str]) -> bool:
+    """Whether ``names`` come back to a flat parameter after those of another one."""
+    unit_of = units.unit_of()
+    keys = [unit_of[name].key if name in unit_of else name for name in names]
+    runs = [key for key, _ in groupby(keys)]
+    return len(runs) != len(set(runs))
 
 
 ROOT_ONLY = "none"

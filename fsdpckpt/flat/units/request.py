@@ -26,7 +26,14 @@ from fsdpckpt.errors import (
 from fsdpckpt.flags import Message
 from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.flat.names import name_contradictions, order_contradictions
-from fsdpckpt.flat.units.build import Settings, expand_globs, innermost_unit, listed_keys
+from fsdpckpt.flat.units.build import (
+    Settings,
+    expand_globs,
+    innermost_unit,
+    listed_keys,
+    regrouped,
+    returns_to_a_unit,
+)
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.dtypes import DType
@@ -42,6 +49,7 @@ from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.listings import model_names, optimizer_names
+from fsdpckpt.transform.parameter_order import cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,10 +223,8 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
     """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty if they agree."""
     wrong = list(_wrapping_contradictions(units, request.globs))
     if request.parameters is not None:
-        given = request.names_in(request.parameters, units.parameters).values()
-        for number, (listed, name) in enumerate(zip_longest(given, units.parameters)):
-            if listed != name:
-                wrong.append(f"parameter {number} is {name} in the units, {listed} in {flags.parameters}")
+        given = tuple(request.names_in(request.parameters, units.parameters).values())
+        wrong += () if _lists_groups(units, given) else _order_contradictions(units, given)
     names = target_reference(request, units.parameters, sources)
     if names is not None:
         contradicted = [*name_contradictions(units, names, whole_model=False)]
@@ -227,6 +233,25 @@ def option_contradictions(units: Units, request: UnitsRequest, sources: Sources)
             contradicted += order_contradictions(units, order, names.source, across=names.in_model_order)
         wrong += contradicted
     return wrong
+
+
+def _order_contradictions(units: Units, given: Sequence[str]) -> Iterator[str]:
+    for number, (listed, name) in enumerate(zip_longest(given, units.parameters)):
+        if listed != name:
+            yield f"parameter {number} is {name} in the units, {listed} in {flags.parameters}"
+
+
+def _lists_groups(units: Units, given: Sequence[str]) -> bool:
+    """Whether ``given`` lists the groups of ``units``, one after the other, in the order of their ids."""
+    named = units.named_groups() or ()
+    if sum(map(len, named)) != len(given) or units.groups is None:
+        return False
+    parts = cut(given, list(map(len, named)))
+    if [*map(set, parts)] != [*map(set, named)]:
+        return False
+    # A list that comes back to a flat parameter says nothing of the order of flat parameters.
+    says_nothing = not units.use_orig_params and any(returns_to_a_unit(units, part) for part in parts)
+    return says_nothing or regrouped(units, parts) == units.groups
 
 
 def _wrapping_contradictions(units: Units, globs: tuple[str, ...]) -> Iterator[str]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import NamedTuple
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
@@ -22,6 +20,7 @@ from fsdpckpt.flat.units.build import (
     listed_keys,
     regrouped,
 )
+from fsdpckpt.flat.units.groups import given_groups, optimizer_groups
 from fsdpckpt.flat.units.inference import describe_settings, possibly_channels_last
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,
@@ -41,13 +40,13 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean, rename_shared_states, revisits_a_module
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Groups, Strategy, Unit, Units, flaws
+from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.listings import model_names, optimizer_names, units_names, unwrapped_names
-from fsdpckpt.transform.parameter_order import from_param_names
 from fsdpckpt.transform.selection import parameter_names
+
+_REFERENCE = f"{flags.reference('PATH')} of a checkpoint of this model that PyTorch wrote"
 
 
 def target_units(
@@ -81,13 +80,15 @@ def target_units(
     _require_orders(wrapped, units, world_size, checkpoint, given=request.file is not None)
     source_units = source.units if source is not None else checkpoint.units
     units = _without_groups_of_another(units, checkpoint)
-    grouped = _groups(units, checkpoint, source_units, by_user=request.parameters is not None)
+    listed = given_groups(checkpoint, request, units.parameters)
+    grouped = optimizer_groups(units, checkpoint, source_units, listed, by_user=request.parameters is not None)
     units = replace(units, world_size=world_size, groups=grouped.groups)
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
-    listed_by = f"{flags.parameters}" if request.parameters is not None and request.file is None else described
-    _require_order_of_a_model(units, checkpoint, listed_by, flattened=source is not None)
+    in_list = request.parameters is not None and request.file is None and listed is None
+    listed_by = f"{flags.parameters}" if in_list else described
+    _require_order_of_a_model(units, checkpoint, listed_by, in_list=in_list, flattened=source is not None)
     recorded = any((request.file, source, checkpoint.units))
     _require_possible(units, recorded=recorded)
     _require_undivided(units, checkpoint)
@@ -180,23 +181,27 @@ def _require_same_model(units: Units, checkpoint: Checkpoint, request: UnitsRequ
     )
 
 
-def _require_order_of_a_model(units: Units, checkpoint: Checkpoint, listed_by: str, *, flattened: bool) -> None:
+def _require_order_of_a_model(
+    units: Units, checkpoint: Checkpoint, listed_by: str, *, in_list: bool, flattened: bool
+) -> None:
     """Raises NeedsInformationError if no model lists its parameters as ``units`` does, and the target depends on it.
 
-    ``listed_by``: where the order comes from, in words. ``flattened``: so was the source, and new names have put its
-    parameters into other modules.
+    ``listed_by``: where the order comes from, in words. ``in_list``: from ``--parameters``. ``flattened``: so was the
+    source, and new names have put its parameters into other modules.
     """
     shared = {name for names in units.shared for name in names}  # listed where the first module that has it is
     own = [name for name in units.parameters if name not in shared]
     if not _order_matters(units, checkpoint) or not revisits_a_module(own):
         return
     in_order = f"{flags.parameters('FILE')} that has the names of model.named_parameters() in that order"
+    if in_list:
+        in_order = f"{_REFERENCE}, {in_order}"
     raise NeedsInformationError(
         f"the order of the parameters of the model that loads this is not known: no model lists them like {listed_by}",
         details=[f"parameter {number} is {name}" for number, name in enumerate(units.parameters)],
         most_shown=8,
-        why="a model lists a module's own parameters first, then one child after the other; flat parameters and ids "
-        "follow that order",
+        why="a model lists a module's own parameters first, then one child after the other, and flat parameters follow "
+        "that order; the optimizer may have another one, and that does not say the model's",
         next_step=f"{flags.to('full')} with the new names, and then {flags.to('flattened')} of that with {in_order}"
         if flattened
         else f"add {in_order}, or {flags.units('FILE')} that save_units wrote",
@@ -302,58 +307,6 @@ def _sharding(units: Units, request: UnitsRequest, world_size: int | None) -> Un
     return units
 
 
-class _Grouped(NamedTuple):
-    """The optimizer's groups, and if they list their parameters in another order than the source, why."""
-
-    groups: Groups | None
-    notes: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()  # what is not proved
-
-
-def _groups(units: Units, checkpoint: Checkpoint, source: Units | None, *, by_user: bool) -> _Grouped:
-    """The optimizer's groups under these units: as recorded, else as the checkpoint's groups list the parameters.
-
-    Their order is the one in which ``param_names``, or else the groups, list them, unless that list proves nothing
-    (``listed_order``): then it is that of ``model.parameters()``. ``source``: the units of the source. ``by_user``:
-    whether ``--parameters`` says the order.
-    """
-    optim = checkpoint.optim
-    if units.groups is not None or optim is None or optim.param_groups is None or optim.key_type == "id":
-        return _Grouped(units.groups)
-    names = listed_names(optim)
-    by_order = keyed_groups(units, names)
-    if by_order is None:
-        return _Grouped(None)
-    named = from_param_names(optim, units.parameters) if units.use_orig_params else None
-    if named is not None and named.groups is not None and [*map(set, named.groups)] == [*map(set, by_order)]:
-        return _Grouped(named.groups)
-    keys = listed_keys(units, names)
-    pairs = zip(keys, by_order, strict=True)
-    moved = [str(number) for number, (listed, ordered) in enumerate(pairs) if tuple(listed) != ordered]
-    if not moved:
-        return _Grouped(by_order)
-    position = {name: place for place, name in enumerate(units.parameters)}
-    by_unit = source.listed_by_unit() if source is not None else ()
-    listed_by_job = listed_order(names, position, by_unit=by_unit)
-    # Lists that come back to a flat parameter say nothing of the order of flat parameters.
-    whole = units.use_orig_params or not any(_returns(units, group) for group in names)
-    own = listed_by_job is not None and listed_by_job.own
-    if own and whole and not (optim.rebuilt or by_user):
-        note = "ids follow the optimizer's own groups, which are not in the order of the model in group "
-        return _Grouped(tuple(map(tuple, keys)), (note + some_of(moved),))
-    follows = "ids follow model.parameters() within a group"
-    notes, doubts = [], []
-    if own or optim.rebuilt or by_user:
-        notes.append(f"{follows}: the source lists a different order in group {some_of(moved)}")
-    else:
-        doubts.append(
-            f"{follows}, because the source lists the parameters of group {some_of(moved)} sorted by name, or unit by "
-            f"unit, which is no optimizer's order. If the job gives them to its optimizer in another order, add "
-            f"{flags.units('FILE')}, which save_units writes"
-        )
-    return _Grouped(by_order, tuple(notes), tuple(doubts))
-
-
 def _without_groups_of_another(units: Units, checkpoint: Checkpoint) -> Units:
     """``units`` without groups of parameters that ``checkpoint``'s optimizer, one of several of the model, does not
     list: they were recorded with another one.
@@ -364,14 +317,6 @@ def _without_groups_of_another(units: Units, checkpoint: Checkpoint) -> Units:
     own = {key for keys in listed_keys(units, listed_names(optim)) for key in keys}
     recorded = {key for group in units.groups for key in group}
     return units if recorded == own else replace(units, groups=None, orders=())
-
-
-def _returns(units: Units, names: Sequence[str]) -> bool:
-    """Whether ``names`` come back to a flat parameter after those of another one."""
-    unit_of = units.unit_of()
-    keys = [unit_of[name].key if name in unit_of else name for name in names]
-    runs = [key for key, _ in groupby(keys)]
-    return len(runs) != len(set(runs))
 
 
 def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:
@@ -457,8 +402,17 @@ def target_names(
             next_step=f"add {flags.units('FILE')}, or {flags.reference('PATH')} of a full or sharded checkpoint of "
             "this model",
         )
-    if request.parameters is not None:
-        listed = request.names_in(request.parameters, [param.name for param in chosen.params])
+    in_order = chosen.ordered and chosen.in_model_order
+    of_optimizer = given_groups(checkpoint, request, chosen.names, ordered=in_order)
+    if of_optimizer is not None and not in_order:
+        raise NeedsInformationError(
+            f"the order of the parameters of {checkpoint.source} is not known: {chosen.source} does not keep it",
+            why=f"{flags.parameters} lists the optimizer's groups, which ids follow; flat parameters follow "
+            "model.parameters()",
+            next_step=f"add {_REFERENCE}, or {flags.units('FILE')} that save_units wrote",
+        )
+    if of_optimizer is None and request.parameters is not None:
+        listed = request.names_in(request.parameters, chosen.names)
         return _listed_only(chosen, tuple(listed.values()), checkpoint)
     return _require_settled(separate_buffers(chosen, request.buffers), checkpoint)
 

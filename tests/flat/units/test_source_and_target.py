@@ -414,9 +414,20 @@ def test_a_list_of_parameters_that_lacks_some_with_states_is_refused(sources: So
     with pytest.raises(SourceCorruptError, match="parameters does not list 2 of") as caught:
         target_units(full(), replace(request, parameters=order[:-2]), None, 4, sources)
     assert caught.value.details == order[-2:]
+
+
+def test_a_list_that_is_neither_the_models_order_nor_the_optimizers_is_refused(sources: Sources) -> None:
+    request = UnitsRequest(globs=("l.*",), use_orig_params=True)
+    order = tuple(param.name for param in PARAMS)
+    groups = (order[:2], order[2:])
+    in_groups = full(optim=by_name(groups=groups))
     with pytest.raises(SourceCorruptError, match="do not describe") as caught:
-        target_units(full(), replace(request, parameters=order[::-1]), None, 4, sources)
+        target_units(in_groups, replace(request, parameters=order[::-1]), None, 4, sources)
     assert "--parameters" in str(caught.value.why)
+    of_optimizer = (*groups[0][::-1], *groups[1])
+    found = target_units(in_groups, replace(request, parameters=of_optimizer), None, 4, sources)
+    assert found.units.parameters == order
+    assert found.units.groups == (groups[0][::-1], groups[1])
 
 
 def test_an_alignment_that_nothing_proves_is_mentioned(sources: Sources) -> None:

@@ -1,0 +1,132 @@
+"""The optimizer's groups under the units of a target: in which order each lists its parameters, and how that is known.
+
+Ids count in this order. Units record it, ``--parameters`` may say it, and a source's groups list it, unless they were
+sorted, or list flat parameter by flat parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from fsdpckpt import flags
+from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.flat.units.build import keyed_groups, listed_keys, regrouped, returns_to_a_unit
+from fsdpckpt.flat.units.request import UnitsRequest, listed_names
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.units import Groups, Units
+from fsdpckpt.text import some_of
+from fsdpckpt.transform.id_order import Names, listed_order
+from fsdpckpt.transform.parameter_order import from_param_names, groups_by_user
+
+
+def given_groups(
+    checkpoint: Checkpoint, request: UnitsRequest, in_model: Sequence[str], *, ordered: bool = True
+) -> Groups | None:
+    """The groups of the optimizer, by name, if ``--parameters`` lists them in its order; None if it lists the
+    parameters of the model, or is not given.
+
+    ``in_model``: the names of the target's model, in its order if ``ordered``.
+    """
+    optim = checkpoint.optim
+    if request.parameters is None or optim is None or optim.key_type != "name":
+        return None
+    given = request.names_in(request.parameters, in_model)
+    parts = ([given[name] for name in part if name in given] for part in request.parameter_groups)
+    divided = tuple(tuple(part) for part in parts if part)
+    position = {name: place for place, name in enumerate(in_model)} if ordered else None
+    return groups_by_user(tuple(given.values()), divided, optim, position)
+
+
+class OptimizerGroups(NamedTuple):
+    """The optimizer's groups, and if they list their parameters in another order than the source, why."""
+
+    groups: Groups | None
+    notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()  # what is not proved
+
+
+def optimizer_groups(
+    units: Units, checkpoint: Checkpoint, source: Units | None, given: Groups | None, *, by_user: bool
+) -> OptimizerGroups:
+    """The optimizer's groups under these units: as recorded, else as ``given`` (``given_groups``), else as the
+    checkpoint's groups list the parameters.
+
+    Their order is the one in which ``param_names``, or else the groups, list them, unless that list proves nothing
+    (``listed_order``): then it is that of ``model.parameters()``. ``source``: the units of the source. ``by_user``:
+    whether ``--parameters`` says the order, that of the model if there are no ``given`` groups. Raises
+    SourceCorruptError for ``given`` ones that ``param_names`` contradict.
+    """
+    optim = checkpoint.optim
+    if units.groups is not None or optim is None or optim.param_groups is None or optim.key_type == "id":
+        return OptimizerGroups(units.groups)
+    names = listed_names(optim)
+    by_order = keyed_groups(units, names)
+    if by_order is None:
+        return OptimizerGroups(None)
+    named = from_param_names(optim, units.parameters) if units.use_orig_params else None
+    if named is not None and named.groups is not None and [*map(set, named.groups)] == [*map(set, by_order)]:
+        _require_same_order(named.groups, given, checkpoint)
+        return OptimizerGroups(named.groups)
+    if given is not None:
+        return _as_given(units, given, by_order)
+    return _as_source_lists(units, names, by_order, optim, source, by_user=by_user)
+
+
+def _as_source_lists(
+    units: Units, names: Sequence[Names], by_order: Groups, optim: Optimizer, source: Units | None, *, by_user: bool
+) -> OptimizerGroups:
+    """The groups in the order of ``names``, which the source lists, or as ``by_order`` if that proves nothing."""
+    keys = listed_keys(units, names)
+    pairs = zip(keys, by_order, strict=True)
+    moved = [str(number) for number, (listed, ordered) in enumerate(pairs) if tuple(listed) != ordered]
+    if not moved:
+        return OptimizerGroups(by_order)
+    position = {name: place for place, name in enumerate(units.parameters)}
+    by_unit = source.listed_by_unit() if source is not None else ()
+    listed_by_job = listed_order(names, position, by_unit=by_unit)
+    # Lists that come back to a flat parameter say nothing of the order of flat parameters.
+    whole = units.use_orig_params or not any(returns_to_a_unit(units, group) for group in names)
+    own = listed_by_job is not None and listed_by_job.own
+    if own and whole and not (optim.rebuilt or by_user):
+        note = "ids follow the optimizer's own groups, which are not in the order of the model in group "
+        return OptimizerGroups(tuple(map(tuple, keys)), (note + some_of(moved),))
+    follows = "ids follow model.parameters() within a group"
+    notes, doubts = [], []
+    if own or optim.rebuilt or by_user:
+        notes.append(f"{follows}: the source lists a different order in group {some_of(moved)}")
+    else:
+        doubts.append(
+            f"{follows}, because the source lists the parameters of group {some_of(moved)} sorted by name, or unit by "
+            f"unit, which is no optimizer's order. If the job gives them to its optimizer in another order, add "
+            f"{flags.units('FILE')}, which save_units writes"
+        )
+    return OptimizerGroups(by_order, tuple(notes), tuple(doubts))
+
+
+def _as_given(units: Units, given: Groups, by_order: Groups) -> OptimizerGroups:
+    """The groups in the order of a list, which says nothing of flat parameters if it comes back to one of them."""
+    if not units.use_orig_params and any(returns_to_a_unit(units, names) for names in given):
+        note = f"{flags.parameters} comes back to a flat parameter: ids follow the order of the model within a group"
+        return OptimizerGroups(by_order, (note,))
+    return OptimizerGroups(
+        regrouped(units, given), (f"ids follow {flags.parameters}, which has the optimizer's order",)
+    )
+
+
+def _require_same_order(named: Groups, given: Groups | None, checkpoint: Checkpoint) -> None:
+    if given is None or [*chain(*given)] == [*chain(*named)]:
+        return
+    raise SourceCorruptError(
+        f"{flags.parameters} and the param_names of {checkpoint.source} list the optimizer's parameters in different "
+        "orders",
+        details=[
+            f"group {number}: {some_of(names)} in param_names, {some_of(listed)} in {flags.parameters}"
+            for number, (names, listed) in enumerate(zip(named, given, strict=False))
+            if names != listed
+        ],
+        why="ids count in the order in which the job gave the parameters to its optimizer, and param_names record it",
+        next_step=f"drop {flags.parameters}, or list in it what model.named_parameters() lists",
+    )
