@@ -181,8 +181,11 @@ def encode_manifest(
     notes = [*checkpoint.notes, *target.notes]
     uploaded = spec.container is Container.SAFETENSORS  # people publish such a directory
 
+    own_paths = [_without_credentials(path) for path in (checkpoint.source, checkpoint.origin.directory) if path]
+
     def without_paths(text: str) -> str:
-        return _without_directories(text, (checkpoint.source, checkpoint.origin.directory)) if uploaded else text
+        text = _without_credentials(text)
+        return _without_directories(text, own_paths) if uploaded else text
 
     document = {
         "program": "fsdpckpt",
@@ -254,9 +257,19 @@ def _without_directories(text: str, paths: Sequence[str]) -> str:
 
     ``paths``: those of the source, which may contain spaces.
     """
-    for path in sorted(filter(None, paths), key=len, reverse=True):
+    for path in sorted(paths, key=len, reverse=True):
         text = text.replace(path, posixpath.basename(path.rstrip("/")) or ".")
     return _DIRECTORIES.sub("", text)
+
+
+# What a web server knows a user by stands before the host, or in the query, as in a URL that was signed.
+_USER = re.compile(r"(https?://)[^\s/@]+@", re.IGNORECASE)
+_QUERY = re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*[^\s'\",;:.)]", re.IGNORECASE)
+
+
+def _without_credentials(text: str) -> str:
+    """``text`` with the URLs in it as anyone may see them."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
 def put_manifest(staging: Staging, data: bytes) -> None:

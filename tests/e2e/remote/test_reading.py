@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -284,3 +285,16 @@ def test_the_command_line_takes_urls(command: str, place: tuple[Proxy, str], run
     done = run(command, f"{place[1]}/dcp", "--json", "--quiet")
     assert done.code == 0, done.err
     assert json.loads(done.out)
+
+
+@pytest.mark.parametrize(
+    ("options", "source"),
+    [({"to": "sharded"}, "{}/full.pt"), ({"container": "safetensors", "max_shard_size": 999999999}, "full.pt")],
+)
+def test_credentials_in_a_url_are_not_written_into_the_target(
+    options: dict[str, Any], source: str, web: Proxy, tmp_path: Path
+) -> None:
+    url = f"{web.url.replace('://', '://someone:hidden@')}/full.pt?X-Signature=hidden&more=1"
+    fsdpckpt.convert(url, tmp_path / "out", only="model", **options)
+    text = (tmp_path / "out" / "fsdpckpt.json").read_text()
+    assert "hidden" not in text and json.loads(text)["source"] == source.format(web.url)
