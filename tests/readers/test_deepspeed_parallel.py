@@ -101,6 +101,40 @@ def test_the_universal_checkpoint_of_a_pipeline_lacks_what_its_layers_have(runs:
     assert compared.same and not any(note.kind == "not-carried" for note in opened(copied).notes)
 
 
+def test_a_buffer_of_a_pipeline_that_no_layer_has_is_missing(runs: Path, tmp_path: Path) -> None:
+    """A layer of buffers and frozen weights has no parameter whose shape the module states have."""
+    copied = shutil.copytree(runs / "pipeline", tmp_path / "run")
+    file = copied / "global_step3" / "layer_04-model_states.pt"
+    content = torch.load(file)
+    del content["count"]
+    torch.save(content, file)
+    with pytest.raises(SourceIncompleteError, match=r"1 entry that no file of a layer holds: 4\.count"):
+        opened(copied)
+
+
+def swap(one: Path, other: Path) -> None:
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+SWAPPED = {
+    "pipeline": ("layer_01-model_states.pt", "layer_03-model_states.pt"),
+    "autotp-zero1": ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
+    "autotp-zero3": ("zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_files_under_each_others_names_are_refused(name: str, runs: Path, tmp_path: Path) -> None:
+    """They have equal shapes, and their frozen weights are in no other file."""
+    copied = shutil.copytree(runs / name, tmp_path / "run")
+    one, other = (copied / "global_step3" / file for file in SWAPPED[name])
+    swap(one, other)
+    with pytest.raises(SourceCorruptError, match=f"{one.name}: it was saved as {other.name}"):
+        opened(copied)
+
+
 def test_a_pipeline_without_its_layers_is_incomplete(runs: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(runs / "pipeline", tmp_path / "run", ignore=shutil.ignore_patterns("layer_*"))
     with pytest.raises(SourceIncompleteError, match="files of a pipeline's layers are missing"):

@@ -9,6 +9,7 @@ With one stage and no tensor parallelism that says everything.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,19 @@ from dataclasses import dataclass
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup
-from fsdpckpt.readers.deepspeed.step import StateDict, StepFile, as_mapping, contradiction, open_files
+from fsdpckpt.readers.deepspeed.step import (
+    StateDict,
+    StepFile,
+    as_mapping,
+    contradiction,
+    open_files,
+    require_own_number,
+)
 from fsdpckpt.readers.protocol import FileTable, file_name
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import some_of
+from fsdpckpt.text import plural, some_of
 
+_LAYER = re.compile(r"^layer_(\d{1,6})(?:-model_\d{1,5})?-model_states$")
 _TIED = "tied_modules"
 _MAX_NAMES = 4
 
@@ -41,27 +50,29 @@ def open_layers(
     module: StepFile,
     layers: Mapping[int, str],
     shapes: FlatGroup,
+    buffers: Collection[str],
     others: Collection[str],
     table: FileTable,
     sources: Sources,
 ) -> list[LayerFile]:
     """Open the files ``layers`` (by number) of the step whose module states are in ``module``.
 
-    ``shapes``: the optimizer's parameters. ``others``: buffers, frozen and shared parameters, as far as they are known.
-    Raises SourceUnsupportedError for a layer of which no name is known, SourceIncompleteError for parameters that no
+    ``shapes``: the optimizer's parameters. ``others``: frozen and shared parameters, as far as they are known.
+    Raises SourceUnsupportedError for a layer of which no name is known, SourceIncompleteError for entries that no
     layer has, SourceCorruptError for shapes that are not theirs.
     """
-    known = {*shapes, *others}
+    known = {*shapes, *buffers, *others}
     opened = []
     for number, path in sorted(layers.items()):
+        require_own_number(path, _LAYER, sources)
         (file,) = open_files({0: path}, table, sources)
         keys = [str(key) for key in as_mapping(file.root, path, "its content")]
         opened.append(LayerFile(file, {key: f"{_prefix(number, keys, known, path)}.{key}" for key in keys}))
     found = {name: value for layer in opened for name, value in layer.named().items()}
-    missing = [name for name in shapes if name not in found]
+    missing = [name for name in dict.fromkeys([*shapes, *buffers]) if name not in found]
     if missing:
         raise SourceIncompleteError(
-            f"{module.path} names {len(missing)} parameters that no file of a layer holds: "
+            f"{module.path} names {plural(len(missing), 'entry')} that no file of a layer holds: "
             f"{some_of(missing, _MAX_NAMES)}",
             details=missing,
             file=module.path,

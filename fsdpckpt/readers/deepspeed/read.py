@@ -148,11 +148,11 @@ def with_layers(
         for name, shape in ((name, shape) for group in states.groups(file) for name, shape in group.items()):
             if shapes.setdefault(name, shape) != shape:
                 raise contradiction(file.path, f"{name} has another shape than in the first stage that has it")
-    others = {*states.aliases(), *states.aliases().values(), *states.buffers()}
+    others = {*states.aliases(), *states.aliases().values()}
     for file in states.of_model_ranks:
         frozen = file.root.get("frozen_param_shapes")
         others.update(map(str, frozen) if isinstance(frozen, dict) else ())
-    opened = open_layers(states.first, layers, shapes, others, table, sources)
+    opened = open_layers(states.first, layers, shapes, sorted(states.buffers()), others, table, sources)
     pairs = [(layer.file, layer.named()) for layer in opened]
     return replace(states, layers=pairs, pipeline=module_of(opened))
 

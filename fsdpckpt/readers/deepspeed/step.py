@@ -16,6 +16,7 @@ from typing import TypeAlias, cast
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
+from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Slice, is_count, partitions_of_params
@@ -33,6 +34,7 @@ from fsdpckpt.text import count_text, plural, some_of
 StateDict: TypeAlias = dict[Key, object]
 
 _RANK = re.compile(r"^((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,5})(_mp_rank_\d{1,5}_(?:optim|model)_states)$")
+_MODEL_RANK = re.compile(r"^(?:.*_)?mp_rank_(\d{1,5})_(?:optim|model)_states$", re.DOTALL)
 _MAX_NAMES = 4
 _DESCRIBED = frozenset({
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names",
@@ -146,6 +148,17 @@ def _named_rank(stem: str) -> NamedRank | None:
     return NamedRank(f"{match[1]} {match[3]}", bare=False, world=None, rank=int(match[2]))
 
 
+def require_own_number(path: str, pattern: re.Pattern[str], sources: Sources) -> None:
+    """Raises SourceCorruptError if ``path`` was saved under a name with another number, which nothing else need show.
+
+    ``pattern``: of names without suffix; its first group is the number. A name of another pattern is accepted.
+    """
+    was = top_folder(sources.open(path))
+    saved, named = pattern.match(was), pattern.match(file_name(path).rpartition(".")[0])
+    if saved is not None and named is not None and int(saved[1]) != int(named[1]):
+        raise contradiction(path, f"it was saved as {was}.pt")
+
+
 def open_files(paths: Mapping[int, str], table: FileTable, sources: Sources) -> list[StepFile]:
     """The files at ``paths``, by data-parallel rank. Raises what ``check_names`` and ``read_archive`` raise."""
     return open_grid({0: paths}, table, sources)
@@ -157,6 +170,8 @@ def open_grid(paths: Mapping[int, Mapping[int, str]], table: FileTable, sources:
     files: list[StepFile] = []
     for model_rank, by_data_rank in sorted(paths.items()):
         check_names(by_data_rank, sources, _named_rank)
+        for path in by_data_rank.values():
+            require_own_number(path, _MODEL_RANK, sources)
         for file in open_ranks(by_data_rank, table, sources, alike=False):
             number = grid.number(file.rank, model_rank)
             files.append(StepFile(number, file.file, file.archive, None, file.rank, model_rank))
