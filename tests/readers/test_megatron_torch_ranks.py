@@ -308,3 +308,29 @@ class TestRanks(ReaderContract):
             content = {"args": argparse.Namespace(**arguments, rank=rank), "iteration": 7, "model": model}
             torch.save(content | {"checkpoint_version": 3.0}, folder / "model_optim_rng.pt")
         return directory / "iter_0000007"
+
+
+def test_ranks_in_each_others_directories_are_refused(tmp_path: Path) -> None:
+    """Shards of equal shapes: only ``args.rank`` shows it, unless one process saved all of them."""
+    job = Job(2, 4, 2, gated=True)
+    iteration = job.save(tmp_path / "run") / "iter_0000007"
+    for old, new in (("00", "other"), ("01", "00"), ("other", "01")):
+        (iteration / (f"mp_rank_{old}")).rename(iteration / f"mp_rank_{new}")
+    with pytest.raises(SourceCorruptError, match="in each other's directories") as raised:
+        opened(tmp_path / "run")
+    assert raised.value.details[0].endswith("mp_rank_00/model_optim_rng.pt: saved by rank 1")
+    job.save(tmp_path / "converted", lambda content: setattr(content["args"], "rank", 0))
+    assert not opened(tmp_path / "converted").problems
+
+
+@pytest.mark.parametrize("name", ["iteration", "swiglu", "num_attention_heads"])
+def test_ranks_of_different_saves_are_refused(name: str, tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        if content["args"].rank == 1 and name == "iteration":
+            content["iteration"] = 8
+        elif content["args"].rank == 1:
+            setattr(content["args"], name, 2 * getattr(content["args"], name))
+
+    run = Job(2, 4, 2, gated=True).save(tmp_path / "run", change)
+    with pytest.raises(SourceCorruptError, match=rf"its (args\.)?{name} is not that of the first rank"):
+        opened(run)

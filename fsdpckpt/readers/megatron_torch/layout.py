@@ -47,6 +47,12 @@ _RULES = tuple(
 )
 
 
+LAYOUT_ARGUMENTS = (
+    "padded_vocab_size", "ffn_hidden_size", "swiglu", "num_attention_heads", "num_query_groups",
+    "group_query_attention", "kv_channels", "num_layers", "pipeline_model_parallel_size", "expert_model_parallel_size",
+)  # fmt: skip  # by which parameters are cut: the same on all ranks
+
+
 class LayoutError(Exception):
     """Describes why nothing says how the shards of a parameter belong together."""
 

@@ -19,8 +19,8 @@ from fsdpckpt.formats.torch import local_tensor, notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Layout, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.megatron_torch.layout import Arguments, LayoutError, shards_of
+from fsdpckpt.ir.values import Key, Object, Value, equal
+from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
 from fsdpckpt.readers.model_shards import RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, PartContents
@@ -34,6 +34,7 @@ from fsdpckpt.text import plural, shape_text
 _FORMAT = "megatron-torch"
 _MODEL, _OPTIMIZER, _ARGUMENTS = "model", "optimizer", "args"
 _MASTERS = "fp32_from_fp16_params"
+_ITERATION = "iteration"
 _SIZES = {"pipeline_model_parallel_size": "pipeline stages", "expert_model_parallel_size": "experts"}
 _EXTRA_STATE = "_extra_state"
 _MAX_SHOWN = 6
@@ -152,10 +153,52 @@ class _Iteration:
                 why=_MIXED,
                 next_step="copy the checkpoint again",
             )
+        self._require_one_save(arguments)
+        self._require_own_places(arguments)
         for name, kind in _SIZES.items():
             found = arguments[0].values.get(name, 1)
             if found not in (1, None):
                 raise self._refused(f"{self.directory} has files of {kind}", [f"its arguments say {name}={found!r}"])
+
+    def _require_one_save(self, arguments: Sequence[Arguments]) -> None:
+        """Raises SourceCorruptError unless all ranks saved at one iteration, with the same sizes."""
+        for file, each in zip(self.files, arguments, strict=True):
+            facts = [(_ITERATION, self._root(self.files[0]).get(_ITERATION), self._root(file).get(_ITERATION))]
+            facts += [
+                (f"{_ARGUMENTS}.{name}", arguments[0].values.get(name), each.values.get(name))
+                for name in LAYOUT_ARGUMENTS
+            ]
+            for name, first, own in facts:
+                if not equal(cast(Value, first), cast(Value, own)):
+                    raise damaged(
+                        file.archive.path,
+                        f"its {name} is not that of the first rank",
+                        repr(first)[:40],
+                        repr(own)[:40],
+                        why=_MIXED,
+                        next_step="copy the checkpoint again",
+                    )
+
+    def _require_own_places(self, arguments: Sequence[Arguments]) -> None:
+        """Raises SourceCorruptError for files in each other's directories, which shards of equal shapes do not show.
+
+        ``args.rank`` is that of the process that saved: tensor-parallel ranks follow each other. One process that saves
+        for all of them, as in Megatron's own converter, has the same in each.
+        """
+        ranks = [each.values.get("rank") for each in arguments]
+        count = len(ranks)
+        places = [rank % count for rank in ranks if type(rank) is int]
+        if sorted(places) != list(range(count)) or places == list(range(count)):
+            return
+        raise SourceCorruptError(
+            f"{self.directory}: files of tensor-parallel ranks are in each other's directories",
+            details=[
+                f"{file.archive.path}: saved by rank {rank}" for file, rank in zip(self.files, ranks, strict=True)
+            ],
+            file=next(file.archive.path for file, place in zip(self.files, places, strict=True) if file.rank != place),
+            why="directories were renamed, or copied from another rank",
+            next_step="rename every directory to the rank that saved its file (args.rank), as listed above",
+        )
 
     def _refused(self, what: str, details: Sequence[str]) -> SourceUnsupportedError:
         return SourceUnsupportedError(
