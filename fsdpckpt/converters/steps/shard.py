@@ -50,7 +50,7 @@ def sharding_hints(draft: Draft, decision: Decision) -> ShardingHints:
     """The hints from ``--buffers``, and from ``--reference`` or the units of the source."""
     checkpoint, opened = draft.checkpoint, draft.opened
     return ShardingHints(
-        buffers=decision.options.buffers,
+        buffers=draft.knowledge.request.buffers,
         reference=_sharded_elsewhere(draft),
         written=dict(zip(_keys(checkpoint), _keys(with_written_names(draft, decision, checkpoint)), strict=True)),
         left_out=opened.optim if checkpoint.optim is None else None,

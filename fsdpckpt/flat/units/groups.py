@@ -15,7 +15,6 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.units.build import keyed_groups, listed_keys, regrouped, returns_to_a_unit
 from fsdpckpt.flat.units.request import UnitsRequest, listed_names
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.text import some_of
 from fsdpckpt.transform.id_order import Names, listed_order
@@ -72,11 +71,17 @@ def optimizer_groups(
         return OptimizerGroups(named.groups)
     if given is not None:
         return _as_given(units, given, by_order)
-    return _as_source_lists(units, names, by_order, optim, source, by_user=by_user)
+    return _as_source_lists(units, names, by_order, checkpoint, source, by_user=by_user)
 
 
 def _as_source_lists(
-    units: Units, names: Sequence[Names], by_order: Groups, optim: Optimizer, source: Units | None, *, by_user: bool
+    units: Units,
+    names: Sequence[Names],
+    by_order: Groups,
+    checkpoint: Checkpoint,
+    source: Units | None,
+    *,
+    by_user: bool,
 ) -> OptimizerGroups:
     """The groups in the order of ``names``, which the source lists, or as ``by_order`` if that proves nothing."""
     keys = listed_keys(units, names)
@@ -90,12 +95,22 @@ def _as_source_lists(
     # Lists that come back to a flat parameter say nothing of the order of flat parameters.
     whole = units.use_orig_params or not any(returns_to_a_unit(units, group) for group in names)
     own = listed_by_job is not None and listed_by_job.own
-    if own and whole and not (optim.rebuilt or by_user):
+    as_without_fsdp = listed_by_job is not None and listed_by_job.in_model_order
+    rebuilt = checkpoint.optim is not None and checkpoint.optim.rebuilt
+    if own and whole and not (as_without_fsdp or rebuilt or by_user):
         note = "ids follow the optimizer's own groups, which are not in the order of the model in group "
         return OptimizerGroups(tuple(map(tuple, keys)), (note + some_of(moved),))
     follows = "ids follow model.parameters() within a group"
     notes, doubts = [], []
-    if own or optim.rebuilt or by_user:
+    if as_without_fsdp:
+        how = f"{follows}, an outer module's flat parameter first: the source lists group {some_of(moved)} like a "
+        how += "model that FSDP1 does not wrap"
+        if whole and (len(names) > 1 or checkpoint.beside):  # what a job gives to each may have an order of its own
+            other = f"If the job gives them to its optimizer in that order, add {flags.units('FILE')}, which "
+            doubts.append(f"{how}. {other}save_units writes")
+        else:
+            notes.append(how)
+    elif own or rebuilt or by_user:
         notes.append(f"{follows}: the source lists a different order in group {some_of(moved)}")
     else:
         doubts.append(

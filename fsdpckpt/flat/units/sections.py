@@ -1,7 +1,8 @@
 """What the options about units say of each of several models and optimizers: each model has units of its own.
 
 A glob of ``--unit`` is for every model in which it matches a module. One that matches in none of them and begins with a
-section's keys, as ``critic.layers.*`` does, is for that section alone. A units file is for the sections of whose model
+section's keys, as ``critic.layers.*`` does, is for that section alone. A glob of ``--buffers`` is for every model that
+has such a name. A units file is for the sections of whose model
 it is, and a reference says of each section what its section of the same name does.
 """
 
@@ -12,6 +13,9 @@ from dataclasses import replace
 
 from fsdpckpt.flat.units.build import any_module
 from fsdpckpt.flat.units.request import UnitsRequest, load_units
+from fsdpckpt.globs import matches
+from fsdpckpt.ir import Layout
+from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.sections import alone, main_alone, model_of
@@ -24,8 +28,11 @@ def request_of_section(
     request: UnitsRequest, checkpoint: Checkpoint, section: NamedSection | None, sources: Sources
 ) -> UnitsRequest:
     """What ``request`` says of ``section`` of ``checkpoint``, None for its main ones."""
-    names = _names(main_alone(checkpoint) if section is None else alone(checkpoint, section))
+    view = main_alone(checkpoint) if section is None else alone(checkpoint, section)
+    names = _names(view)
     request = replace(request, sections=labels_of(checkpoint, section))
+    if view.model is not None and checkpoint.layout is not Layout.FLATTENED:  # else names come from elsewhere, too
+        request = replace(request, buffers=_buffers(request.buffers, checkpoint, names))
     if request.file is not None and not _describes(load_units(request.file, sources, request.sections), names):
         request = replace(request, file=None)
     return replace(request, globs=_globs(request.globs, checkpoint, section, names) if request.globs else ())
@@ -37,6 +44,12 @@ def labels_of(checkpoint: Checkpoint, section: NamedSection | None) -> tuple[str
         return ()
     model = model_of(checkpoint, section) if section.section is Section.OPTIM else None
     return (section.label, *(named.label for named in checkpoint.named if named.content is model))
+
+
+def places_of(checkpoint: Checkpoint, section: NamedSection | None) -> tuple[str, ...]:
+    """The keys of ``section`` and, for an optimizer, of its model: what a glob for that says is about its states."""
+    labels = labels_of(checkpoint, section)
+    return tuple(named.dotted for named in checkpoint.named if named.label in labels)
 
 
 def _names(checkpoint: Checkpoint) -> list[str]:
@@ -52,6 +65,22 @@ def _describes(units: Units | None, names: Sequence[str]) -> bool:
         return False
     known = {*units.params(), *(later for later, _ in units.shared), *(unit.key for unit in units.units)}
     return not names or not known.isdisjoint(names)
+
+
+def _buffers(globs: tuple[str, ...], checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str, ...]:
+    """The ``globs`` of buffers that are for the section with these ``names``, which has none if they are all for
+    others. One that matches nowhere is for all sections, which refuse it.
+    """
+    if not globs or globs == NO_BUFFERS:
+        return globs
+    views = [main_alone(checkpoint), *(alone(checkpoint, named) for named in checkpoint.named)]
+    names_of_all = [name for view in views for name in _names(view)]
+    taken = tuple(
+        glob
+        for glob in globs
+        if any(matches(name, glob) for name in names) or not any(matches(name, glob) for name in names_of_all)
+    )
+    return taken or NO_BUFFERS
 
 
 def _globs(
@@ -76,5 +105,5 @@ def _globs(
 
 def _places(checkpoint: Checkpoint, *sections: NamedSection | None) -> tuple[str, ...]:
     """What a glob for one of ``sections`` begins with: its keys, or those of its model."""
-    labels = {label for section in sections for label in labels_of(checkpoint, section)}
-    return tuple(f"{named.dotted}." for named in checkpoint.named if named.label in labels)
+    places = (place for section in sections for place in places_of(checkpoint, section))
+    return tuple(f"{place}." for place in dict.fromkeys(places))

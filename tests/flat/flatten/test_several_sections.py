@@ -144,6 +144,8 @@ def written(folder: Path, rank: int, ranks: int, path: Path_) -> Any:
     name = f"{{}}_world_size_{ranks}_rank_{rank}.pt"
     if path == ("model",):
         return torch.load(folder / name.format("model"), weights_only=False)
+    if path == ("optimizer",) and (folder / name.format("optim")).exists():
+        return torch.load(folder / name.format("optim"), weights_only=False)
     value = torch.load(folder / name.format("extra_state"), weights_only=False)
     for key in path:
         value = value[key]
@@ -210,9 +212,67 @@ def test_fsdp1_loads_every_section_on_other_ranks(
     # What is written says itself what its flat parameters hold, also on the way over whole tensors.
     fsdpckpt.convert(tmp_path / "flat", tmp_path / "full.pt", key_type="name")
     assert fsdpckpt.diff(tmp_path / "flat", tmp_path / "full.pt").same
-    options: dict[str, Any] = {"unit": ["blocks.*"], "use_orig_params": use_orig_params, "key_type": "id"}
-    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "again", to="flattened", world_size=RANKS, **options)
+    # Without original parameters, only what was recorded says that an optimizer lists the root's last.
+    options: dict[str, Any] = {"unit": ["blocks.*"], "use_orig_params": True}
+    if not use_orig_params:
+        options = {"units": str(tmp_path / "flat" / "fsdpckpt.json")}
+    options |= {"to": "flattened", "world_size": RANKS, "key_type": "id"}
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "again", **options)
     assert_same(job.run(RANKS, load=tmp_path / "again"), trained)
+
+
+@pytest.mark.parametrize("key_type", ["name", "id"])
+@pytest.mark.parametrize("models", [("model",), ("generator", "critic")])
+def test_flat_parameters_are_counted_as_fsdp1_lists_them_where_the_source_lists_like_a_plain_model(
+    models: tuple[str, ...], key_type: str, tmp_path: Path
+) -> None:
+    """The head, last in the model, is in the root's flat parameter, which FSDP1 lists first."""
+    content: dict[str, Any] = {}
+    expected: Values = {}
+    for model in models:
+        optimizer_key = "optimizer" if model == "model" else f"{model}_optimizer"
+        net = Net(ODD)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        train(optimizer, 0, padded=False)
+        names = [name for name, _ in net.named_parameters()]
+        content |= {model: net.state_dict(), optimizer_key: optimizer.state_dict()}
+        if key_type == "name":
+            state = dict(zip(names, content[optimizer_key]["state"].values(), strict=True))
+            groups = [{**content[optimizer_key]["param_groups"][0], "params": names}]
+            content[optimizer_key] = {"state": state, "param_groups": groups}
+        for name, param in net.named_parameters():
+            expected[(model,), name, ""] = param.detach().reshape(-1)
+            for each, value in optimizer.state[param].items():
+                expected[(optimizer_key,), name, each] = value.reshape(-1)
+    torch.save(content, tmp_path / "plain.pt")
+    options: dict[str, Any] = {**FLAT, "use_orig_params": False, "key_type": "id", "buffers": ["none"]}
+    report = fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "flat", unit=["blocks.*"], **options)
+    assert sum("an outer module's flat parameter first" in note.message for note in report.notes) == len(models)
+    keys = {(model,): one_of("optimizer" if model == "model" else f"{model}_optimizer") for model in models}
+    job = Job({(model,): ODD for model in models}, keys, use_orig_params=False)
+    assert_same(job.run(2, load=tmp_path / "flat"), expected)
+
+
+@pytest.mark.parametrize("to", ["flattened", "sharded"])
+def test_a_glob_for_buffers_is_for_the_models_that_have_them(to: Any, tmp_path: Path) -> None:
+    content: dict[str, Any] = {}
+    for model in ("generator", "critic"):
+        net = Net(ODD)
+        if model == "critic":
+            net.register_buffer("table", torch.randn(4, 3))
+        optimizer = torch.optim.AdamW(net.parameters())
+        train(optimizer, 0, padded=False)
+        content |= {model: net.state_dict(), f"{model}_optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "plain.pt")
+    options: dict[str, Any] = {"unit": ["blocks.*"], "use_orig_params": True} if to == "flattened" else {}
+    options |= {"to": to, "world_size": 2, "container": "torch"}
+    fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "out", buffers=["table"], **options)
+    assert fsdpckpt.diff(tmp_path / "plain.pt", tmp_path / "out").same
+    held = written(tmp_path / "out", 1, 2, ("critic",))["table"]
+    assert type(held) is torch.Tensor
+    assert torch.equal(held, content["critic"]["table"])
+    with pytest.raises(UsageError, match="matches no"):
+        fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "no", buffers=["table", "tabel"], **options)
 
 
 Full = Callable[[Callable[..., Job]], Path]
