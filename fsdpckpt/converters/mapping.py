@@ -50,7 +50,7 @@ def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Dra
         draft,
         checkpoint=checkpoint,
         opened=checkpoint,
-        place="",
+        places=(),
         keys_before_map=draft.source_keys,
         applied_map=applied,
         unmatched=read.unmatched,

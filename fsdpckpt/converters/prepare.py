@@ -23,7 +23,7 @@ from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.flat.units.request import load_units
-from fsdpckpt.flat.units.sections import labels_of
+from fsdpckpt.flat.units.sections import labels_of, places_of
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
@@ -148,14 +148,14 @@ def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sour
 
 def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
     decision = decide(target, options, opened.checkpoint, sources)
-    return transform(opened.checkpoint, decision, sources, place=opened.place, labels=opened.labels), decision
+    return transform(opened.checkpoint, decision, sources, places=opened.places, labels=opened.labels), decision
 
 
 class _Opened(NamedTuple):
-    """What is selected of SRC; of one of several sections its keys, and the labels that it and its model have."""
+    """What is selected of SRC; of one of several sections the keys and the labels that it and its model have."""
 
     checkpoint: Checkpoint
-    place: str
+    places: tuple[str, ...]
     labels: tuple[str, ...]
 
 
@@ -172,7 +172,7 @@ def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate
     chosen = choose_section(distinct, options.only)
     checkpoint = with_told_masters(chosen, of_one_section(options), sources)
     named = named_section(distinct, options.only)
-    return _Opened(checkpoint, named.dotted if named is not None else "", labels_of(distinct, named))
+    return _Opened(checkpoint, places_of(distinct, named), labels_of(distinct, named))
 
 
 def make_report(

@@ -124,25 +124,35 @@ STEPS: tuple[Step, ...] = (
 
 
 def begin(
-    opened: Checkpoint, decision: Decision, sources: Sources, *, place: str = "", labels: tuple[str, ...] = ()
+    opened: Checkpoint,
+    decision: Decision,
+    sources: Sources,
+    *,
+    places: tuple[str, ...] = (),
+    labels: tuple[str, ...] = (),
 ) -> Draft:
-    """The draft before the first step. ``place``: the keys of the named section that ``--only`` has made the main one;
-    ``labels``: its own, and that of its model.
+    """The draft before the first step. ``places``: the keys of the named section that ``--only`` made the main one, and
+    of its model; ``labels``: those of both.
 
     Raises SourceMissingError if the file of ``--parameters`` cannot be read.
     """
     knowledge = Knowledge(replace(units_request(decision.options), sections=labels), sources)
     noted = opened.noted(*decision.notes)
-    return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, leads=leads(opened), place=place)
+    return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, leads=leads(opened), places=places)
 
 
 def transform(
-    opened: Checkpoint, decision: Decision, sources: Sources, *, place: str = "", labels: tuple[str, ...] = ()
+    opened: Checkpoint,
+    decision: Decision,
+    sources: Sources,
+    *,
+    places: tuple[str, ...] = (),
+    labels: tuple[str, ...] = (),
 ) -> Draft:
-    """Take all steps; ``place`` and ``labels`` as for ``begin``. Raises SourceError for a source that is incomplete or
+    """Take all steps; ``places`` and ``labels`` as for ``begin``. Raises SourceError for a source that is incomplete or
     contradicts itself, NeedsInformationError, UsageError.
     """
-    return take(STEPS, begin(opened, decision, sources, place=place, labels=labels), decision)
+    return take(STEPS, begin(opened, decision, sources, places=places, labels=labels), decision)
 
 
 def transform_to_load(opened: Checkpoint, decision: Decision, sources: Sources) -> TransformedCheckpoint:

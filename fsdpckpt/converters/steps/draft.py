@@ -29,7 +29,7 @@ class Draft:
     opened: Checkpoint  # as it was before them: what ``--only`` leaves out still says what names and parameters are
     knowledge: Knowledge
     leads: tuple[str, ...] = ()  # before the names of parameters in any section of the source: ``module.``, wrappers
-    place: str = ""  # the keys of a named section: ``inspect`` shows them before its names, and globs may have them
+    places: tuple[str, ...] = ()  # the keys of a named section, and of its model: globs may have them before its names
     side_files: Mapping[str, Tensor] = field(default_factory=dict)  # to copy beside the checkpoint, by target name
     source_units: ResolvedUnits | None = None  # of a flattened source: what its slices were named by
     id_units: Units | None = None  # those that map ids to parameters: the source's, or those of ``--units``

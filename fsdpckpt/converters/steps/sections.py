@@ -13,7 +13,7 @@ from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.flat.units.request import UnitsRequest
-from fsdpckpt.flat.units.sections import request_of_section
+from fsdpckpt.flat.units.sections import places_of, request_of_section
 from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
@@ -103,7 +103,7 @@ def _begun(draft: Draft, opened: Checkpoint, section: NamedSection | None, decis
         checkpoint=view,
         opened=view,
         knowledge=knowledge,
-        place=section.dotted if section is not None else "",
+        places=places_of(opened, section),
         model_for_ids=for_ids,
         one_of_several=True,
     )

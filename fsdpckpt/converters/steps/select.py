@@ -65,7 +65,7 @@ def _shared_in_units(draft: Draft) -> tuple[tuple[str, str], ...]:
 
 def _names_in_globs(draft: Draft) -> dict[str, tuple[str, ...]]:
     """Each parameter with all names that a glob may match: plain, as in the source, without the ``module.`` that all
-    have, as another section spells it, and below its section.
+    have, as another section spells it, and below its section or, in an optimizer, below its model.
     """
     found: dict[str, tuple[str, ...]] = {}
     listed = parameter_names(draft.checkpoint)
@@ -74,7 +74,7 @@ def _names_in_globs(draft: Draft) -> dict[str, tuple[str, ...]]:
         own = (name, draft.source_names.of_model(name), draft.source_names.of_optimizer(name), bare)
         elsewhere = (lead + bare for lead in draft.leads if lead + bare not in present)
         names = tuple(dict.fromkeys((*own, *elsewhere)))
-        below = tuple(f"{draft.place}.{each}" for each in names) if draft.place else ()
+        below = (f"{place}.{each}" for place in draft.places for each in names)
         found[name] = (*names, *below)
     return found
 

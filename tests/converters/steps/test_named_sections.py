@@ -130,6 +130,31 @@ def test_an_option_that_applies_to_one_of_several_models_leaves_the_others_as_th
     assert caught.value.next_step == "--only model:generator_ema takes that section alone"
 
 
+@pytest.mark.parametrize("key_type", ["name", "id"])
+def test_a_glob_for_a_model_is_for_its_optimizer(key_type: Any, tmp_path: Path) -> None:
+    """Otherwise states would stay of parameters that are left out, or the optimizer would be."""
+    content: dict[str, Any] = {}
+    for name in ("generator", "critic"):
+        net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        content |= {name: net.state_dict(), f"{name}_optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "ids.pt")
+    source = tmp_path / "source.pt"
+    fsdpckpt.convert(tmp_path / "ids.pt", source, key_type=key_type)
+    fsdpckpt.convert(source, tmp_path / "less.pt", exclude=["critic.1.*"], key_type="name")
+    found = loaded(tmp_path / "less.pt")
+    assert list(found["critic"]) == list(found["critic_optimizer"]["state"]) == ["0.weight", "0.bias"]
+    assert list(found["generator_optimizer"]["state"]) == list(content["generator"])
+    fsdpckpt.convert(source, tmp_path / "one.pt", include=["generator.*"])
+    taken = loaded(tmp_path / "one.pt")
+    assert equal(taken["model"], dict(content["generator"]))
+    expected = content["generator_optimizer"]["state"].values()
+    for states, of_source in zip(taken["optimizer"]["state"].values(), expected, strict=True):
+        assert equal(states, of_source)
+
+
 def test_a_typing_error_is_refused_also_where_another_option_leaves_sections_out(tmp_path: Path) -> None:
     source, _ = models(tmp_path, "torch")
     one: dict[str, Any] = {"include": ["generator_ema.*"]}  # nothing is left of the other sections
