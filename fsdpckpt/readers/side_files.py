@@ -13,7 +13,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Note, Not
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored, paths_in, require_stored, stored_by_number
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import find_value
+from fsdpckpt.ir.values import Key, find_value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName, extra_keys
 from fsdpckpt.producers.recognition import export_files, flavor_named, recognise
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
@@ -251,6 +251,8 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     this program wrote records which sections it has.
     """
     flavor, names = flavor_named(checkpoint.flavor), sorted(names)
+    if names and not checkpoint.has(Section.OPTIM) and has_zero_optimizer_elsewhere(checkpoint.extra):
+        return [zero_optimizer_missing(checkpoint.source)]
     if flavor is None:
         return []
     absent = [
@@ -273,6 +275,22 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
     what += f" ({file})" if file else ""
     message = f"{place} has no {what}, with which {flavor.name} always saves {names_text(beside, 3)}"
     return [Problem("missing-section", message, section=section)]
+
+
+def has_zero_optimizer_elsewhere(extra: Mapping[Key, object]) -> bool:
+    """Whether ``extra``, of DeepSpeed's module states, are of a run with ZeRO, which alone records ``param_shapes`` and
+    has the optimizer in files of the ranks.
+    """
+    return "ds_version" in extra and bool(extra.get("param_shapes")) and extra.get("optimizer") is None
+
+
+def zero_optimizer_missing(source: str) -> Problem:
+    """The problem of module states without the ranks' files."""
+    message = (
+        f"{source} has no *_optim_states.pt: DeepSpeed's ZeRO has the optimizer there, and the float32 weights, of "
+        "which the module has copies in the dtype that it computed with"
+    )
+    return Problem("missing-section", message, section=Section.OPTIM)
 
 
 def _has_optimizer(flavor: Flavor, names: Sequence[str], ranks: int) -> bool:

@@ -201,6 +201,26 @@ def test_without_zero_the_weights_are_read_and_the_optimizer_is_refused(tmp_path
     written = torch.load(tmp_path / "model.pt")
     assert set(written) == {*weights, "mask"}
     assert all(torch.equal(written[name], value) for name, value in weights.items())
+    stale = step / "layer_0_expert_2_mp_rank_00_model_states.pt"
+    torch.save({f"{prefix}2.a": torch.randn(3)}, stale)
+    with pytest.raises(SourceCorruptError, match=r"expert_2_.* it is of an expert that is not in num_experts=\[2\]"):
+        opened(step)
+    stale.unlink()
     (step / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(SourceIncompleteError, match="files of 1 expert are missing"):
         opened(step)
+
+
+def test_module_states_of_zero_alone_are_not_whole(runs: Path, tmp_path: Path) -> None:
+    """Without any of the ranks' files the optimizer and the float32 weights are gone, and nothing else shows it."""
+    experts = shutil.copytree(runs / "experts" / STEP, tmp_path / "experts")
+    dense = shutil.copytree(GOLDEN / "zero1-bf16" / STEP, tmp_path / "dense")
+    for step in (experts, dense):
+        for file in step.glob("*_optim_states.pt"):
+            file.unlink()
+        (problem,) = fsdpckpt.verify(str(step)).problems
+        assert problem.kind == "missing-section"
+        with pytest.raises(SourceIncompleteError, match=r"has no \*_optim_states\.pt: DeepSpeed's ZeRO"):
+            fsdpckpt.convert(str(step), str(tmp_path / "full.pt"))
+        fsdpckpt.convert(str(step), str(step.with_suffix(".pt")), only="model")
+    assert not fsdpckpt.verify(str(dense / "mp_rank_00_model_states.pt")).problems  # asked for by its name

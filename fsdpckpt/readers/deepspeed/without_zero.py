@@ -20,11 +20,13 @@ from fsdpckpt.readers.deepspeed.step import (
     add_archives,
     add_extras,
     as_mapping,
+    contradiction,
     open_files,
     section_of,
 )
 from fsdpckpt.readers.model_shards import RankGrid
 from fsdpckpt.readers.protocol import FileTable, PartContents
+from fsdpckpt.readers.side_files import has_zero_optimizer_elsewhere, zero_optimizer_missing
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 
@@ -52,6 +54,8 @@ def read_without_zero(
     add_archives(tree, [module.archive, *(file.archive for file in opened)])
     message = f"{directory} is a DeepSpeed checkpoint without ZeRO, with files of {plural(len(files), 'expert')}"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
+    if has_zero_optimizer_elsewhere(module.root):
+        tree.problems.append(zero_optimizer_missing(directory))
     if has_optimizer:
         message = (
             f"the optimizers of {directory} number their parameters, and each expert-parallel rank counts its own "
@@ -62,7 +66,7 @@ def read_without_zero(
 
 
 def _require_all(directory: str, module: StepFile, files: Sequence[ExpertFile]) -> None:
-    """Raises unless each layer has as many files as ``num_experts`` says."""
+    """Raises unless each layer has as many files as ``num_experts`` says: no fewer, and none of another save."""
     counts = module.root.get("num_experts")
     found = {(file.layer, file.expert) for file in files}
     wanted = list(counts) if isinstance(counts, (list, tuple)) and all(map(is_count, counts)) else []
@@ -80,3 +84,7 @@ def _require_all(directory: str, module: StepFile, files: Sequence[ExpertFile]) 
             why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
             next_step="copy the files of all ranks into one directory",
         )
+    experts = {(layer, expert) for layer, count in enumerate(wanted) for expert in range(min(count, _MOST_EXPERTS))}
+    for file in files:
+        if experts and (file.layer, file.expert) not in experts:
+            raise contradiction(file.path, f"it is of an expert that is not in num_experts={wanted}")
