@@ -336,14 +336,18 @@ def open(  # noqa: A001  # the contract's name
     return open_lazily(os.fsdecode(source), options, verify=verify)
 
 
-def save_parameter_order(model: nn.Module, optimizer: Optimizer | None, path: str | os.PathLike[str]) -> None:
+def save_parameter_order(
+    model: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer] | None, path: str | os.PathLike[str]
+) -> None:
     """Write what no checkpoint records: the order of ``model.parameters()`` and of the optimizer's groups, which the
     ids of ``optimizer.state_dict()`` count in; for FSDP1 also the parameters of each flat parameter.
 
     Works for any model: FSDP1, FSDP2, DDP, or not wrapped. Call it once after wrapping, on every rank, or only on rank
     0 if all optimizers list the same parameters in the same order; rank 0 writes ``path``, a ``.json`` file or a
     directory that gets a ``units.json``. Write it beside the checkpoints, where ``fsdpckpt`` finds it, or give it as
-    ``--units FILE``. Raises UsageError for an optimizer that was made of another model.
+    ``--units FILE``. Several optimizers of the model (Muon and AdamW) are a dict by the names that they have in the
+    checkpoint, which ``inspect`` lists: ``{"muon": muon, "adamw": adamw}``. Raises UsageError for an optimizer that was
+    made of another model.
     """
     require_torch("save_parameter_order needs")
     from fsdpckpt.flat.live.save import save_parameter_order as save

@@ -38,13 +38,17 @@ def section_names(paths: Sequence[tuple[Key, ...]]) -> list[str]:
 
 def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     """``named`` as the only section of its kind. An optimizer comes with the model that it updates, which says what its
-    ids mean. Extras, notes and problems stay behind. Units of its own say all of its ids: no other optimizer is asked.
+    ids mean. Extras, notes and problems stay behind. Units of its own, or that record
+    its groups under its name, say all of its ids: no other optimizer is asked.
     """
     model, optim = (named.content, None) if isinstance(named.content, ModelState) else (None, named.content)
     if optim is not None:
         model = model_of(checkpoint, named)
     nesting = {section: path for section, path in checkpoint.origin.nesting.items() if section is not named.section}
     origin = replace(checkpoint.origin, nesting={**nesting, named.section: named.path})
+    own = named.units
+    if optim is not None and own is None and checkpoint.units is not None:
+        own = checkpoint.units.of_optimizer([named.name])
     if named.units is not None and origin.manifest is not None:
         origin = replace(origin, units_from=origin.manifest.path)
     ledger = replace(checkpoint.ledger, problems=(), notes=())
@@ -56,8 +60,8 @@ def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
         extra={},
         rank_extra=(),
         named=(),
-        beside=_beside(checkpoint, model, optim) if named.units is None else (),
-        units=checkpoint.units if named.units is None else named.units,
+        beside=_beside(checkpoint, model, optim) if own is None else (),
+        units=checkpoint.units if own is None else own,
         ledger=ledger,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeAlias, TypeVar
 
 from fsdpckpt.ir.dtypes import DType
@@ -88,7 +88,8 @@ class Units:
     means one group in the order of ``model.parameters()``. ``world_size``: the number of ranks that saved, None for
     any. ``shard_size``: ranks in one sharding group, None for all of them (HYBRID_SHARD has fewer). ``orders``: the
     ranks whose optimizers list the parameters in a different order, or lack some; ``groups`` then lists every parameter
-    that any rank has.
+    that any rank has. ``optimizers``: the groups of each of several optimizers, by the name of its section; ``groups``
+    is None then, until ``of_optimizer`` chooses one.
     """
 
     units: tuple[Unit, ...]
@@ -100,6 +101,7 @@ class Units:
     world_size: int | None = None
     shard_size: int | None = None
     orders: tuple[RankOrder, ...] = ()
+    optimizers: tuple[tuple[str, Groups], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unmanaged", _sharded(self.unmanaged, sharded=False))
@@ -173,6 +175,12 @@ class Units:
         for key in keys:
             names += [param.name for param in params_of[key]] if key in params_of else [key]
         return tuple(names)
+
+    def of_optimizer(self, names: Iterable[str]) -> Units | None:
+        """The same with the groups of the optimizer that is recorded under the first of ``names``; None if none is."""
+        recorded = dict(self.optimizers)
+        groups = next((recorded[name] for name in names if name in recorded), None)
+        return None if groups is None else replace(self, groups=groups, optimizers=())
 
     def groups_of(self, rank: int) -> Groups | None:
         """The groups of the optimizer on ``rank``; None as for ``groups``."""
@@ -261,8 +269,16 @@ def _repeated(units: Units) -> Iterator[str]:
         for prefix, times in _repeated_keys(u.prefix for u in units.units)
     )
     yield from (f"parameters: {name} is listed {times} times" for name, times in _repeated_keys(units.parameters))
-    listed = [key for group in units.groups or () for key in group]
-    yield from (f"groups: {key} is listed {times} times" for key, times in _repeated_keys(listed))
+    for where, groups in _all_groups(units):
+        listed = [key for group in groups for key in group]
+        yield from (f"{where}: {key} is listed {times} times" for key, times in _repeated_keys(listed))
+    names = [name for name, _ in units.optimizers]
+    yield from (f"optimizers: {name} is listed {times} times" for name, times in _repeated_keys(names))
+
+
+def _all_groups(units: Units) -> list[tuple[str, Groups]]:
+    """The groups of every optimizer, and where they stand."""
+    return [("groups", units.groups or ()), *((f"optimizers.{name}", groups) for name, groups in units.optimizers)]
 
 
 def _repeated_keys(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
@@ -280,8 +296,9 @@ def _orders(units: Units) -> Iterator[str]:
     unmanaged = {param.name for param in units.unmanaged}
     keys = params if units.use_orig_params else {unit.key for unit in units.units} | unmanaged
     kind = "parameter" if units.use_orig_params else "flat parameter or unmanaged parameter"
-    for group in units.groups or ():
-        yield from (f"groups: {key} is not a {kind} of these units" for key in group if key not in keys)
+    for where, groups in _all_groups(units):
+        listed_keys = chain(*groups)
+        yield from (f"{where}: {key} is not a {kind} of these units" for key in listed_keys if key not in keys)
     for number, order in enumerate(units.orders):
         yield from (f"orders[{number}]: {text}" for text in _order_flaws(order, units.groups or ()))
 

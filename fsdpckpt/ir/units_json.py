@@ -1,7 +1,8 @@
 """The units file: encodes ``Units`` as a JSON document that people can read, and decodes it with every field checked.
 
 ``{"format": "fsdpckpt-units", "version": 1, ...}``: fields with their default value (row-major ``stride``,
-``requires_grad`` true) are left out. Version 2 has ``orders``, which only optimizers that differ by rank need.
+``requires_grad`` true) are left out. Version 2 has ``orders``, which only optimizers that differ by rank need, version
+3 ``optimizers``, which only several of one model need.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any, TypeAlias
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units, flaws
+from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, Units, flaws
 from fsdpckpt.ir.values import Json
 from fsdpckpt.text import truncate
 from fsdpckpt.version import __version__
 
 FORMAT = "fsdpckpt-units"
-VERSION = 2
+VERSION = 3
 UNITS_FILE = "units.json"
 """The name that ``save_units`` gives the file in a checkpoint's directory."""
 
@@ -38,7 +39,7 @@ def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
     """
     return {
         "format": FORMAT,
-        "version": VERSION if units.orders else 1,
+        "version": _version(units),
         "program": f"fsdpckpt {__version__}",
         **({"how": list(how)} if how else {}),
         "use_orig_params": units.use_orig_params,
@@ -50,7 +51,19 @@ def encode(units: Units, *, how: Sequence[str] = ()) -> dict[str, Json]:
         "parameters": list(units.parameters),
         "groups": None if units.groups is None else [list(group) for group in units.groups],
         **({"orders": [_encode_order(order) for order in units.orders]} if units.orders else {}),
+        **({"optimizers": [_encode_optimizer(*each) for each in units.optimizers]} if units.optimizers else {}),
     }
+
+
+def _version(units: Units) -> int:
+    """The first version that has all that is in ``units``: programs of that time read the file."""
+    if units.optimizers:
+        return 3
+    return 2 if units.orders else 1
+
+
+def _encode_optimizer(name: str, groups: Groups) -> dict[str, Json]:
+    return {"name": name, "groups": [list(group) for group in groups]}
 
 
 def _encode_order(order: RankOrder) -> dict[str, Json]:
@@ -316,6 +329,7 @@ _UNIT = _record(
     Unit, {"prefix": _STRING, "params": _list_of(_PARAM), "strategy": _STRATEGY, "param_dtype": _or_null(_DTYPE)}
 )
 _RANK_ORDER = _record(RankOrder, {"ranks": _RANKS, "groups": _list_of(_NAMES)})
+_OPTIMIZER = _record(lambda name, groups: (name, groups), {"name": _STRING, "groups": _list_of(_NAMES)})
 _HEAD: Mapping[str, _Reader] = {
     "format": lambda *_: None,  # checked before
     "version": lambda *_: None,
@@ -335,6 +349,7 @@ _UNITS = _record(
         "world_size": _RANKS_OR_NULL,
         "shard_size": _RANKS_OR_NULL,
         "orders": _list_of(_RANK_ORDER),
+        "optimizers": _list_of(_OPTIMIZER),
     },
-    defaults={"program": "", "how": [], "orders": []},
+    defaults={"program": "", "how": [], "orders": [], "optimizers": []},
 )

@@ -150,6 +150,7 @@ def save(
             torch.save(content, folder / f"state_world_size_{RANKS}_rank_{rank}.pt")
             if rank == 0:
                 fsdpckpt.save_units(wrapped, None, str(folder / "units.json"))
+                fsdpckpt.save_units(wrapped, optimizers, str(folder.parent / "all.json"))
                 for key, optimizer in optimizers.items():
                     fsdpckpt.save_units(wrapped, optimizer, str(folder.parent / f"{key}.json"))
     states: dict[str, dict[str, dict[str, torch.Tensor]]] = {}

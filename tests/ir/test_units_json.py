@@ -15,7 +15,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedE
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units, flaws
-from fsdpckpt.ir.units_json import MAX_BYTES, decode, encode, loads, render
+from fsdpckpt.ir.units_json import MAX_BYTES, VERSION, decode, encode, loads, render
 from tests.ir.units_strategy import any_units
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
@@ -217,7 +217,7 @@ def test_orders_of_ranks_are_version_2_and_checked_against_the_groups() -> None:
 
 def test_a_later_version_is_refused_and_no_version_is_wrong() -> None:
     with pytest.raises(SourceUnsupportedError):
-        decode(encode(EXAMPLE) | {"version": 3}, source="x")
+        decode(encode(EXAMPLE) | {"version": VERSION + 1}, source="x")
     for version in (None, "1", 0, True):
         with pytest.raises(SourceCorruptError):
             decode(encode(EXAMPLE) | {"version": version}, source="x")

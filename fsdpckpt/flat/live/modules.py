@@ -7,10 +7,10 @@ Imports torch; reads no checkpoints. Attributes are those of ``torch/distributed
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,9 +20,12 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import clean, joined
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import FLAT_PARAM, Unit
+from fsdpckpt.ir.units import FLAT_PARAM, Groups, Unit
 from fsdpckpt.layouts.flattened import alignment, layout_of
 from fsdpckpt.text import plural
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
+"""The optimizer of a model, several by name, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,30 @@ def groups(optimizer: torch.optim.Optimizer, keys: dict[torch.Tensor, str]) -> t
             )
         named_groups.append(tuple(keys[param] for param in group["params"]))
     return tuple(named_groups)
+
+
+def optimizer_groups(
+    optimizer: Optimizers, keys: dict[torch.Tensor, str]
+) -> tuple[Groups | None, tuple[tuple[str, Groups], ...]]:
+    """The groups of the only optimizer, None without one, and those of each of several by name; what ``groups``
+    raises, of them. Raises UsageError for a mapping without optimizers.
+    """
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return (None if optimizer is None else groups(optimizer, keys)), ()
+    by_name: list[tuple[str, Groups]] = []
+    for name, each in optimizer.items():
+        try:
+            by_name.append((str(name), groups(each, keys)))
+        except UsageError as error:
+            error.what = f"{name}: {error.what}"
+            raise
+    if not by_name:
+        raise UsageError(
+            "the mapping of optimizers is empty",
+            why="its groups are what the units file would record",
+            next_step="give the optimizers by name, or None for a model without one",
+        )
+    return (by_name[0][1], ()) if len(by_name) == 1 else (None, tuple(by_name))
 
 
 def module_parameters(model: nn.Module, modules: list[FsdpModule]) -> Iterator[tuple[str, bool]]:

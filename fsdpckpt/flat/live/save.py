@@ -26,11 +26,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.flat.live.modules import (
     FsdpModule,
+    Optimizers,
     contradictions,
     dtype_of,
     fsdp_modules,
-    groups,
     names_of,
+    optimizer_groups,
     parameter_order,
     params_outside_units,
     shared,
@@ -52,17 +53,16 @@ _STRATEGIES = {
 }
 
 
-def save_parameter_order(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]
-) -> None:
+def save_parameter_order(model: nn.Module, optimizer: Optimizers, path: str | os.PathLike[str]) -> None:
     """Write the units file of a live model to ``path``: a ``.json`` file, or a directory for its ``units.json``.
 
     Any model: FSDP1, FSDP2, DDP, or not wrapped at all. Call it on every rank; no rank waits for another, and rank 0 of
     the model's process group writes. ``optimizer`` gives the order of ids in its state; None means one group in
-    ``model.parameters()`` order. Ranks of an FSDP1 model whose optimizers list their parameters in a different order,
-    or lack some, are recorded with their own order. Call it outside forward and backward. Raises UsageError for an
-    optimizer of another model, TargetExistsError for a file of anything else, and SourceUnsupportedError on a rank
-    whose own order cannot be recorded, because it does not see the file that rank 0 wrote.
+    ``model.parameters()`` order, and a mapping has several optimizers by the names of their sections. Ranks of an FSDP1
+    model whose only optimizer lists its parameters in a different order, or lacks some, are recorded with their own
+    order. Call it outside forward and backward. Raises UsageError for an optimizer of another model, TargetExistsError
+    for a file of anything else, and SourceUnsupportedError on a rank whose own order cannot be recorded, because it
+    does not see the file that rank 0 wrote, or because it has several optimizers.
     """
     units, target = units_of(model, optimizer), units_path(os.fsdecode(path))
     if not units.flat:
@@ -86,7 +86,7 @@ def save_parameter_order(
             return
 
 
-def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Units:
+def units_of(model: nn.Module, optimizer: Optimizers = None) -> Units:
     """The units of a live model, the same on every rank; none for a model without FSDP1.
 
     Those of FSDP1 are proved against the numbers of the model's flat parameters. Raises UsageError for a model without
@@ -100,15 +100,17 @@ def units_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     names = names_of(modules, model)
     outside = tuple(params_outside_units(model, names))
     world_size, shard_size = _rank_counts(modules)
+    one, several = optimizer_groups(optimizer, names.keys)
     result = Units(
         units=units,
         use_orig_params=use_orig_params,
         parameters=tuple(parameter_order(model, modules, names, use_orig_params=use_orig_params)),
         unmanaged=outside,
         shared=tuple(shared(model, modules, names, {param.name for param in outside})),
-        groups=None if optimizer is None else groups(optimizer, names.keys),
+        groups=one,
         world_size=world_size,
         shard_size=shard_size,
+        optimizers=several,
     )
     _require_proved(result, modules)
     return result
@@ -252,7 +254,7 @@ class SharedOrders:
         if not torch.distributed.is_initialized():
             return None
         ranks = torch.distributed.get_process_group_ranks(groups[0]) if len(groups) == 1 else None
-        same = replace(units, groups=None, unmanaged=(), parameters=())
+        same = replace(units, groups=None, unmanaged=(), parameters=(), optimizers=())
         key = f"{_PREFIX}/{_digest([encode(same), ranks, target])}"
         try:
             store = _get_default_store()
@@ -338,6 +340,12 @@ def with_orders(by_rank: Mapping[int | None, Units]) -> Units:
     """
     usual = by_rank[None]
     every = [by_rank.get(rank, usual) for rank in range(usual.world_size or 1)]
+    if any(units.optimizers != usual.optimizers for units in every):
+        raise SourceUnsupportedError(
+            "the optimizers of the ranks list their parameters in different orders",
+            why="a units file records that for one optimizer, and this model has several",
+            next_step="give each optimizer its parameters in the same order on every rank",
+        )
     groups = [units.groups for units in every if units.groups is not None]
     if len(groups) < len(every) or len(set(map(len, groups))) > 1:
         if all(units.groups == every[0].groups for units in every):

@@ -12,13 +12,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.flat.live.modules import groups, unit_param
+from fsdpckpt.flat.live.modules import Optimizers, optimizer_groups, unit_param
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.units import Units
 
 
-def units_without_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Units:
-    """Names, shapes and order of the parameters of ``model``, and the groups of ``optimizer``, without any unit.
+def units_without_fsdp1(model: nn.Module, optimizer: Optimizers) -> Units:
+    """Names, shapes and order of the parameters of ``model``, and the groups of ``optimizer``, or of each of
+    several, without any unit.
 
     Raises UsageError for a model without parameters, or an optimizer of a different one.
     """
@@ -35,13 +36,15 @@ def units_without_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer | Non
             why="there is nothing whose order could be recorded",
             next_step="call it with the model that the optimizer trains",
         )
+    one, several = optimizer_groups(optimizer, dict[torch.Tensor, str](names.items()))
     return Units(
         units=(),
         use_orig_params=True,
         parameters=tuple(names.values()),
         unmanaged=tuple(unit_param(name, param) for param, name in names.items()),
         shared=tuple(shared),
-        groups=None if optimizer is None else groups(optimizer, dict[torch.Tensor, str](names.items())),
+        groups=one,
+        optimizers=several,
     )
 
 

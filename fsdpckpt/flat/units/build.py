@@ -48,7 +48,10 @@ class Settings:
             if self.strategy in (None, Strategy.HYBRID_SHARD)
             else None,
         )
-        if changed.use_orig_params == units.use_orig_params or names is None:
+        if changed.use_orig_params == units.use_orig_params:
+            return changed
+        changed = replace(changed, optimizers=())  # their keys are those of the other setting
+        if names is None:
             return changed
         return replace(changed, groups=keyed_groups(replace(changed, groups=None), names))
 

@@ -123,9 +123,12 @@ def _with_names(units: Units, names: _NewNames, paths: _NewNames) -> Units:
         shared=(),
         groups=None,
         orders=(),
+        optimizers=(),
     )
+    by_name = [(name, _groups(units, groups, renamed, names)) for name, groups in units.optimizers]
+    known = tuple((name, groups) for name, groups in by_name if groups is not None)
     if units.groups is None:
-        return renamed
+        return replace(renamed, optimizers=known)
     orders = [(order.ranks, _groups(units, order.groups, renamed, names)) for order in units.orders]
     return replace(
         renamed,

@@ -136,8 +136,8 @@ def _given_units(
             f"cannot tell which parameters each optimizer of {checkpoint.source} has: {result.undivided}",
             file=checkpoint.source,
             why="they list their parameters by id, and parameters with equally long slices look alike",
-            next_step="give units that save_units(model, optimizer) wrote with one of the optimizers: "
-            f"{flags.units('FILE')}",
+            next_step='give units that save_units(model, {"NAME": optimizer, ...}) wrote with all optimizers, by the '
+            f"names that `fsdpckpt inspect` lists, or save_units(model, optimizer) with one: {flags.units('FILE')}",
             alternative="save each optimizer by name: FSDP.optim_state_dict(model, optimizer)",
         )
     if isinstance(result, Mismatch):

@@ -82,7 +82,7 @@ def target_units(
     units = _without_groups_of_another(units, checkpoint)
     listed = given_groups(checkpoint, request, units.parameters)
     grouped = optimizer_groups(units, checkpoint, source_units, listed, by_user=request.parameters is not None)
-    units = replace(units, world_size=world_size, groups=grouped.groups)
+    units = replace(units, world_size=world_size, groups=grouped.groups, optimizers=())
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
