@@ -145,7 +145,7 @@ def _copied(checkpoint: Checkpoint) -> Iterator[tuple[NamedTensor, Int64Array, I
     """Each tensor of the model or the optimizer of which several chunks are copies, with what ``_copies_in`` returns;
     what several parameters share once.
     """
-    seen: set[tuple[bytes, bytes]] = set()
+    seen: set[tuple[object, ...]] = set()
     copies: dict[Boxes, tuple[Int64Array, Int64Array]] = {}  # of tensors that are cut alike
     for named in checkpoint.tensors():
         tensor, chunks = named.tensor, named.tensor.chunks
@@ -154,10 +154,13 @@ def _copied(checkpoint: Checkpoint) -> Iterator[tuple[NamedTensor, Int64Array, I
         if chunks.boxes not in copies:
             copies[chunks.boxes] = _copies_in(tensor)
         rows, first = copies[chunks.boxes]
-        stored_at = chunks.file.tobytes(), chunks.offset.tobytes()
-        if not len(rows) or stored_at in seen:  # the parameters of one unit share its ``step``
+        if not len(rows):
             continue
-        seen.add(stored_at)
+        location = tensor.location()  # of a part of another tensor it is another one, though it begins where that does
+        if location is not None:
+            if location in seen:  # the parameters of one unit share its ``step``
+                continue
+            seen.add(location)
         yield named, rows, first
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import fsdpckpt
+from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.buffers import trained_keys
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Layout, ModelState, Problem
 from fsdpckpt.ir.copies import CopiesJudge, unsummed_copies
@@ -85,7 +89,10 @@ def test_running_statistics_and_counters_may_differ_from_rank_to_rank() -> None:
     (found,) = differing_copies(replace(held, model=ModelState({"count": counter})))
     assert (found.fatal, found.kind, found.key, found.rank) == (False, "replica", "count", 2)
     of_norm = differing_copies(replace(held, model=ModelState({**norm, "n.weight": replicas(RANKS, 1)})))
-    assert [(one.fatal, one.kind, one.key) for one in of_norm] == [(False, "replica", "n.running_mean")]
+    assert [(one.fatal, one.kind, one.key) for one in of_norm] == [
+        (False, "replica", "n.running_mean"),
+        (False, "replica", "n.num_batches_tracked"),  # at the place of the other, and of another dtype
+    ]
     assert not list(differing_copies(replace(held, extra={"count": replicas(RANKS)})))
 
 
@@ -165,3 +172,16 @@ def test_copies_in_another_memory_order_are_not_held_against_each_other() -> Non
     stride[1] = (1, 5)
     turned = replace(state, chunks=state.chunks.with_boxes(stride=np.asarray(stride)))
     assert not list(differing_copies(source(turned, records(7, 8, 7, nbytes=60))))
+
+
+def test_a_part_of_another_tensor_is_not_that_tensor(tmp_path: Path) -> None:
+    """Both begin at one place of each rank's file, and ranks differ behind the part."""
+    for rank in range(2):
+        whole = torch.arange(8.0)
+        whole[6:] += rank
+        torch.save({"bias": whole[:4], "weight": whole}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        states = {name: {"exp_avg": torch.zeros(size)} for name, size in (("bias", 4), ("weight", 8))}
+        optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": ["bias", "weight"]}]}
+        torch.save(optimizer, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+    with pytest.raises(SourceCorruptError, match="model weight: the copies of rank 0 and of rank 1 differ"):
+        fsdpckpt.convert(str(tmp_path), str(tmp_path.with_suffix(".pt")), to="full")
