@@ -99,6 +99,7 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
         candidates = with_names or candidates
     if len(candidates) > 1:
         near = [each for each in candidates if _alike(each[0], optimizer.path)]
+        near = [each for each in near if not any(_is_more_exact(path, each[0]) for path, _ in near)]
         numbered = [each for each in candidates if _number(each[0]) == _number(optimizer.path) is not None]
         candidates = next(
             (found for found in (near, numbered) if len(found) == 1), [each for each in candidates if not each[0]]
@@ -118,10 +119,23 @@ def _number(path: Sequence[Key]) -> int | None:
 
 
 def _alike(model: Iterable[Key], optimizer: Iterable[Key]) -> bool:
-    """Whether a key that says which model it is stands in a key of the optimizer too."""
-    words = [str(key) for key in model if key not in _KINDS]
-    texts = [str(key) for key in optimizer]
-    return any(word in text for word in words for text in texts)
+    """Whether a key that says which model it is stands in a key of the optimizer too, or all words of it do:
+    ``critic_model`` and ``critic_optimizer``.
+    """
+    keys = [str(key) for key in model if key not in _KINDS]
+    others = [_words(str(key)) for key in optimizer if key not in _KINDS]
+    return any(key in "_".join(words) or set(_words(key)) <= set(words) for key in keys for words in others)
+
+
+def _words(key: str) -> list[str]:
+    """The words in ``key``, without those that say only that it is a model or an optimizer if there are others."""
+    words = key.split("_")
+    return [word for word in words if word not in _KINDS] or words
+
+
+def _is_more_exact(model: Iterable[Key], other: Iterable[Key]) -> bool:
+    """Whether ``model`` says all that ``other`` says, and more: ``actor_ref`` is not ``actor``."""
+    return _alike(other, model) and not _alike(model, other)
 
 
 def optimizers(checkpoint: Checkpoint) -> list[Optimizer]:

@@ -121,7 +121,9 @@ def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
             )
             last.sections.notes.append(Note("part-of", message, for_verify=True))
             continue
-        names = [re.sub(r"_\d+", f"_{number}", last.origin.name, count=1) for number in absent]
+        is_file = "." in last.origin.name  # the first one of several files has no number, and of directories it has 0
+        numbered = [f"_{number}" if number or not is_file else "" for number in absent]
+        names = [re.sub(r"_\d+", number, last.origin.name, count=1) for number in numbered]
         raise SourceIncompleteError(
             f"{source} has {_WORDS[section]} number {max(of_section)}, and not those before it",
             details=[f"{name} is missing" for name in names],

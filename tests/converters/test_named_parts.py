@@ -269,8 +269,9 @@ def test_a_number_says_which_of_several_are_missing(tmp_path: Path, lost: str, f
         saved_without_fsdp(source, safe=False, one_layer=False)
     first = "optimizer.bin" if lost == "optimizer" else "pytorch_model_fsdp.bin" if fsdp else "pytorch_model.bin"
     (source / first).unlink()
-    with pytest.raises(SourceIncompleteError, match=f"has {lost} number 1, and not those before it"):
+    with pytest.raises(SourceIncompleteError, match=f"has {lost} number 1, and not those before it") as caught:
         fsdpckpt.inspect(source)
+    assert caught.value.details == (f"{first} is missing",)
     assert fsdpckpt.verify(source / first.replace(".", "_1.")).whole  # given by its path it is all that is wanted
 
 

@@ -155,6 +155,33 @@ def test_a_glob_for_a_model_is_for_its_optimizer(key_type: Any, tmp_path: Path) 
         assert equal(states, of_source)
 
 
+PAIRS: dict[str, dict[str, str]] = {
+    "one name is in the other": {"actor": "actor_optimizer", "actor_ref": "actor_ref_optimizer"},
+    "beside a main model": {"model": "optimizer", "critic_model": "critic_optimizer"},
+    "words of both": {"policy_net": "optim_policy", "value_net": "optim_value"},
+    "letters that are in every key": {"e": "optimizer_e", "p": "optimizer_p"},
+}
+
+
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS.keys())
+def test_an_optimizer_is_that_of_the_model_whose_words_it_has(pairs: dict[str, str], tmp_path: Path) -> None:
+    """The models have equal shapes: only the keys say which ids are whose."""
+    content: dict[str, Any] = {}
+    names: dict[str, list[str]] = {}
+    for number, (name, key) in enumerate(pairs.items()):
+        net = torch.nn.ModuleDict({f"layer{number}": torch.nn.Linear(3, 2), f"head{number}": torch.nn.Linear(2, 3)})
+        optimizer = torch.optim.AdamW(net.parameters())
+        for param in net.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        content |= {name: net.state_dict(), key: optimizer.state_dict()}
+        names[key] = list(content[name])
+    torch.save(content, tmp_path / "source.pt")
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out.pt", key_type="name")
+    found = loaded(tmp_path / "out.pt")
+    assert {key: found[key]["param_groups"][0]["params"] for key in names} == names
+
+
 def test_a_typing_error_is_refused_also_where_another_option_leaves_sections_out(tmp_path: Path) -> None:
     source, _ = models(tmp_path, "torch")
     one: dict[str, Any] = {"include": ["generator_ema.*"]}  # nothing is left of the other sections
