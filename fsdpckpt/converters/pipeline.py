@@ -296,7 +296,7 @@ class _Conversion:
                     unverified=self._unverified,
                 )
             except TargetExistsError:
-                error = self.publisher.differs() if self._single_rank else None
+                error = self.publisher.differs() if self._single_rank and place.complete else None
                 if error is not None:
                     raise error from None
                 raise

@@ -62,12 +62,13 @@ class ObjectFile:
     """A ``ByteTarget`` for the object ``name`` of ``remote``, of ``nbytes`` bytes, sent in parts of ``part`` bytes.
 
     ``settle(begin, end)`` says that a range is written for good, apart from bytes that ``patch`` changes while their
-    part is held. ``completed``: called once the object is complete. Nothing is visible before.
+    part is held. ``before``: called before the request that completes the object; ``completed``: after it. Nothing is
+    visible before.
     """
 
     def __init__(
         self, remote: RemoteTarget, name: str, nbytes: int, *, part: int, checksums: Int64Array,
-        completed: Callable[[], None],
+        completed: Callable[[], None], before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.path = f"{remote.url}/{name}" if name else remote.url
         self.nbytes = nbytes
@@ -75,6 +76,7 @@ class ObjectFile:
         self._remote = remote
         self._name = name
         self._part = part
+        self._before = before
         self._completed = completed
         self._needs = needs_of_parts(nbytes, part, checksums)
         self._held: dict[int, bytearray] = {}
@@ -128,6 +130,7 @@ class ObjectFile:
             self._sending += 1
         try:
             if len(self._needs) == 1:
+                self._prepare_last()
                 self._remote.put(self._name, data)
             else:
                 self._upload().send(number, data)
@@ -136,6 +139,7 @@ class ObjectFile:
                 last = not self._left and not self._closed
             if last:
                 if self._parts is not None:
+                    self._prepare_last()
                     self._parts.complete()
                 self._complete = True
                 self._completed()
@@ -143,6 +147,10 @@ class ObjectFile:
             with self._lock:
                 self._sending -= 1
                 self._changed.notify_all()
+
+    def _prepare_last(self) -> None:
+        if self._before is not None:
+            self._before()
 
     def _upload(self) -> PartsUpload:
         with self._lock:

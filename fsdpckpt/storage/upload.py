@@ -64,7 +64,7 @@ class UploadOptions:
 
     ``advance(nbytes)`` is called as bytes arrive. ``is_uploaded(name, info)`` says, from the store's ``info``, whether
     an earlier run uploaded the object; ``on_uploaded(name, info)`` is called after each upload. ``check(url, path)``
-    compares an object with its file.
+    compares an object with its file. ``require_own()`` is called before an object in a directory is sent.
     """
 
     memory: int
@@ -72,6 +72,7 @@ class UploadOptions:
     is_uploaded: Callable[[str, Mapping[str, Any]], bool]
     on_uploaded: Callable[[str, Mapping[str, Any]], None]
     check: Callable[[str, str], None] | None
+    require_own: Callable[[], None]
 
     def uploads(self, part: int) -> int:
         """How many parts of ``part`` bytes may be sent at a time."""
@@ -116,6 +117,17 @@ class RemoteTarget:
                 return False
             raise
 
+    def require_own(self, upload: str) -> None:
+        """Raises TargetExistsError unless ``is_own``."""
+        if not self.is_own(upload):
+            raise TargetExistsError(
+                f"another run has written to {self.url} since this one began",
+                file=self.url,
+                why=f"it was started with {flags.overwrite} or {flags.resume}; files of both runs may be there",
+                next_step=to_copy("once that run has ended", f"fsdpckpt verify {shlex.quote(self.url)}"),
+                resumable=False,
+            )
+
     @property
     def complete(self) -> bool:
         """Whether something is there that no upload has left unfinished."""
@@ -156,14 +168,8 @@ class RemoteTarget:
         ``upload``: as for ``begin``. Raises TargetExistsError if another one has been begun since.
         """
         directory = "" not in names
-        if directory and not self.is_own(upload):
-            raise TargetExistsError(
-                f"another run has written to {self.url} since this one began",
-                file=self.url,
-                why=f"it was started with {flags.overwrite} or {flags.resume}; files of both runs may be there",
-                next_step=to_copy("once that run has ended", f"fsdpckpt verify {shlex.quote(self.url)}"),
-                resumable=False,
-            )
+        if directory:
+            self.require_own(upload)
         for name in self.names:
             if name not in names and name != UPLOADING and not (directory and name.endswith(UPLOADED_LAST)):
                 self._delete(name)
@@ -179,6 +185,8 @@ class RemoteTarget:
         if name in self.names and not name.endswith(UPLOADED_LAST) and options.is_uploaded(name, self._info(name)):
             options.advance(nbytes)
             return
+        if name:
+            options.require_own()
         self._upload(name, path, nbytes, options)
         info = self._require_length(name, nbytes)
         if options.check is not None:

@@ -25,6 +25,7 @@ import posixpath
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from fsdpckpt import flags
@@ -342,7 +343,8 @@ class Streamed(Spooled):
         """Nothing can be linked in a store."""
 
     def make_output(self) -> Callable[..., Output]:
-        objects = self._objects()
+        objects, upload = self._objects(), self._upload
+        require_own = partial(objects.require_own, upload) if self._directory else None
 
         def create(output: Output) -> ObjectFile:
             name = self._object_name(output.plan.path)
@@ -353,6 +355,7 @@ class Streamed(Spooled):
                 part=self._part,
                 checksums=output.plan.checksums,
                 completed=lambda: self._note_sent(objects, name, output),
+                before=require_own,
             )
 
         def make(plan: FilePlan, path: str, **keywords: Any) -> Output:

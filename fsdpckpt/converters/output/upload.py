@@ -287,12 +287,14 @@ class Spooled(Rename):
         return tags
 
     def _upload_options(self, sent: Callable[[int], None], earlier: Mapping[str, str]) -> UploadOptions:
+        remote, upload = self._remote, self._upload
         return UploadOptions(
             memory=self._requested.max_memory,
             advance=sent,
             is_uploaded=partial(is_sent, earlier),
             on_uploaded=partial(self._spool.note_sent, self._upload, self.group.rank),
             check=_require_same_bytes if self._requested.verify is VerifyLevel.FULL else None,
+            require_own=lambda: None if remote is None else remote.require_own(upload),
         )
 
     def _run_watched(self, work: Callable[[Callable[[int], None]], T]) -> T:

@@ -340,6 +340,28 @@ def test_a_run_that_lost_its_target_to_another_machine_publishes_nothing(
     assert list(staging.iterdir()) == []
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_run_that_lost_its_target_sends_no_further_object(
+    s3: Proxy, files: Path, tmp_path: Path, staged: bool
+) -> None:
+    """Another machine completes a checkpoint of the same names: it stays what that machine has sent."""
+    others = {f"taken/{name}": b"the other run's" for name in ("__1_0.distcp", "__2_0.distcp", ".metadata")}
+
+    def take_over(method: str, path: str, begin: int | None) -> str | None:
+        if method == "PUT" and path.endswith("__0_0.distcp"):
+            client(s3).delete_object(Bucket="runs", Key=f"taken/{UPLOADING}")
+            for key, data in others.items():
+                client(s3).put_object(Bucket="runs", Key=key, Body=data)
+        return None
+
+    s3.fault = take_over
+    more: dict[str, Any] = {"staging": tmp_path / "here", "max_memory": "32MiB"} if staged else {}
+    with pytest.raises(TargetExistsError, match="another run has written to s3://runs/taken"):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/taken", **DCP, **more)
+    s3.fault = None
+    assert {key: content(s3, key) for key in others} == others
+
+
 def test_a_source_that_is_damaged_does_not_undo_what_another_machine_completed(
     s3: Proxy, files: Path, staging: Path
 ) -> None:
@@ -349,7 +371,7 @@ def test_a_source_that_is_damaged_does_not_undo_what_another_machine_completed(
     there: dict[str, bytes] = {}
 
     def take_over(method: str, path: str, begin: int | None) -> str | None:
-        if not there and method == "PUT" and path.endswith("__1_0.distcp"):
+        if not there and method == "PUT" and path.endswith("__2_0.distcp"):
             there["taken/__0_0.distcp"] = b"the other run's"
             client(s3).delete_object(Bucket="runs", Key=f"taken/{UPLOADING}")
             client(s3).put_object(Bucket="runs", Key="taken/__0_0.distcp", Body=there["taken/__0_0.distcp"])
