@@ -331,7 +331,8 @@ class _Matching:
     def _by_id(self, optim: Optimizer) -> Iterator[str]:
         ids = optim.in_groups()
         named = all(group.names() for group in optim.groups or ())
-        shares = self.checkpoint.beside and not named and not self._lists_all(optim)
+        known = named or self.units.of_one_optimizer or self._lists_all(optim)
+        shares = self.checkpoint.beside and not known
         names = self._share(optim) if shares else self._groups([len(listed) for listed in ids], optim.groups or ())
         if isinstance(names, str):
             yield names

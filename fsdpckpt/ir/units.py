@@ -180,7 +180,12 @@ class Units:
         """The same with the groups of the optimizer that is recorded under the first of ``names``; None if none is."""
         recorded = dict(self.optimizers)
         groups = next((recorded[name] for name in names if name in recorded), None)
-        return None if groups is None else replace(self, groups=groups, optimizers=())
+        return None if groups is None else replace(self, groups=groups)
+
+    @property
+    def of_one_optimizer(self) -> bool:
+        """Whether ``groups`` are those of one of several optimizers, chosen by its name."""
+        return self.groups is not None and bool(self.optimizers)
 
     def groups_of(self, rank: int) -> Groups | None:
         """The groups of the optimizer on ``rank``; None as for ``groups``."""

@@ -15,7 +15,16 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.live.save import units_of, with_orders
 from fsdpckpt.ir.units_json import decode, encode
-from tests.flat.test_several_optimizers import RANKS, Named, Optimizers, assert_states, save, twins
+from tests.flat.test_several_optimizers import (
+    ODD,
+    RANKS,
+    Named,
+    Optimizers,
+    assert_states,
+    matrices_and_rest,
+    save,
+    twins,
+)
 from tests.oracle.compare import differences
 from tests.oracle.fake_group import as_rank
 
@@ -81,6 +90,41 @@ def test_each_optimizer_gets_the_states_of_its_own_parameters(job: str, beside: 
     fsdpckpt.convert(target, again, key_type="name")
     for key, states in expected.items():
         assert_states(torch.load(again)["optimizers"][key]["state"], states)
+
+
+def each_one(params: Named) -> Optimizers:
+    """As many parameters, of the same lengths."""
+    return {f"of_{at}": torch.optim.Adam([params[f"blocks.{at}._flat_param"]]) for at in (1, 0)}
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_optimizers_that_are_alike_in_everything_are_told_apart_by_their_names(beside: bool, tmp_path: Path) -> None:
+    source = tmp_path / "ranks"
+    expected = save(source, ALIKE, each_one, use_orig_params=False)
+    options: dict[str, Any] = {"key_type": "name", "exclude": "head.*", "rename": {"blocks": "layers"}}
+    if beside:
+        (source / "units.json").write_bytes((tmp_path / "all.json").read_bytes())
+    else:
+        options["units"] = tmp_path / "all.json"
+    fsdpckpt.convert(source, tmp_path / "full.pt", **options)
+    found = torch.load(tmp_path / "full.pt")["optimizers"]
+    for key, states in expected.items():
+        new = {name.replace("blocks", "layers"): of_name for name, of_name in states.items()}
+        assert_states(found[key]["state"], new)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_groups_that_are_those_of_another_optimizer_are_refused(beside: bool, tmp_path: Path) -> None:
+    source = tmp_path / "ranks"
+    save(source, ODD, matrices_and_rest, use_orig_params=True)
+    document = json.loads((tmp_path / "all.json").read_text())
+    one, other = document["optimizers"]
+    one["name"], other["name"] = other["name"], one["name"]
+    units = source / "units.json" if beside else tmp_path / "swapped.json"
+    units.write_text(json.dumps(document))
+    with pytest.raises(SourceCorruptError, match="are not those of") as caught:
+        fsdpckpt.convert(source, tmp_path / "full.pt", **({} if beside else {"units": units}))
+    assert caught.value.exit_code == 3
 
 
 def test_names_that_the_checkpoint_does_not_have_say_nothing(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def _with_names(units: Units, names: _NewNames, paths: _NewNames) -> Units:
     orders = [(order.ranks, _groups(units, order.groups, renamed, names)) for order in units.orders]
     return replace(
         renamed,
+        optimizers=known,
         groups=_groups(units, units.groups, renamed, names),
         orders=tuple(RankOrder(ranks, groups) for ranks, groups in orders if groups is not None),
     )
