@@ -86,6 +86,21 @@ def rate_text(rate: float) -> str:
     return f"{rate:.6g}"
 
 
+_OF_RATES = re.compile(r"(?:^|[._])lrs?(?:\.\d+)*$")  # lr, initial_lr; _last_lr.0, base_lrs.0
+_FLOAT = re.compile(r"(?<![\w.])\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)")
+
+
+def setting_text(key: object, text: str) -> str:
+    """``text``, which is about the value at ``key``, or about two of them: learning rates as ``rate_text`` has them,
+    unless two that differ would look alike.
+    """
+    if _OF_RATES.search(str(key)) is None:
+        return text
+    shown = _FLOAT.sub(lambda match: rate_text(float(match[0])), text)
+    first, _, second = shown.partition(" vs ")
+    return text if first == second else shown
+
+
 _SINGULAR = {"are": "is", "have": "has", "were": "was", "do": "does"}  # all others get an s
 
 

@@ -170,11 +170,11 @@ def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iter
                 text = f"{sigil} {section}  all {plural(count, 'key')}, only in {'A' if sigil == '-' else 'B'}"
                 yield Styled(text, _COLOURS[sigil], end=1)
         shown = [entry for entry in shown if entry.section not in alone]
-        folded = fold((entry.key, (entry.sigil, entry.section, entry.detail, entry.rank)) for entry in shown)
+        folded = fold((entry.key, (entry.sigil, entry.section, entry.text, entry.rank)) for entry in shown)
         rows = [(keys.key, len(keys.members), shown[keys.members[0]]) for keys in folded]
     for key, count, entry in rows:
         times = f"  x{count_text(count)}" if count > 1 else ""
-        text = f"{entry.section} {key_text(key)}{times}" + (f"  {entry.detail}" if entry.detail else "")
+        text = f"{entry.section} {key_text(key)}{times}" + (f"  {entry.text}" if entry.text else "")
         yield from labelled(entry.sigil, text, _COLOURS.get(entry.sigil), columns)
     for sigil, side in (("-", "A"), ("+", "B")):
         not_counted = [entry for entry in result.entries if entry.sigil == sigil and not entry.counts]

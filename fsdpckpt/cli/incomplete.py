@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import error_json, show_error
 from fsdpckpt.cli.output import Line, wrapped
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, to_copy
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.text import count_text, dtypes_text, names_text, plural, shorten, size_text
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def show_incomplete(
 ) -> int:
     """Show it on stdout and the error on stderr, and return the error's exit code. ``report``: a page to write."""
     from fsdpckpt.api import inspect_incomplete
+    from fsdpckpt.describe import suggest_readable
 
     left = inspect_incomplete(source, error)
     if left is None:
@@ -40,13 +41,6 @@ def show_incomplete(
         return show_error(output, error, _document(left), "incomplete")
     output.data(_lines(left, output.columns))
     return show_error(output, error)
-
-
-def suggest_readable(error: SourceIncompleteError | SourceCorruptError, left: Incomplete) -> None:
-    """Add to ``error`` the command that converts what can be read."""
-    if left.readable and error.alternative is None:
-        sections = " and the ".join(left.readable)
-        error.alternative = to_copy(f"the {sections} can be converted without the rest", left.commands[0])
 
 
 def _lines(left: Incomplete, columns: int | None) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
 from fsdpckpt.cli.run import show_run
 from fsdpckpt.errors import SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError, UsageError
 from fsdpckpt.options.commands import InspectOptions, keywords_of
-from fsdpckpt.text import count_text, dtypes_text, fold_notes, key_text, names_text, plural, size_text
+from fsdpckpt.text import count_text, dtypes_text, fold_notes, key_text, names_text, plural, setting_text, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Output
@@ -179,7 +179,7 @@ def _group_text(group: dict[Key, Value], *, short: bool) -> str:
     params = group.get("params")
     count = len(params) if isinstance(params, (list, tuple)) else 0
     hyper = [
-        f"{key!s}={value_text(value)}"
+        f"{key!s}={setting_text(key, value_text(value))}"
         for key, value in group.items()
         if key not in ("params", "param_names") and not (short and (value is None or value is False))
     ]
@@ -197,9 +197,8 @@ def _extra_texts(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
         for name, value in checkpoint.extra.items():
             key = key_text(name)
             inner = isinstance(value, (dict, list, tuple)) and bool(value)
-            texts.append(
-                f"{key}: {plural(len(list(walk(value))), 'value')}" if inner else f"{key} = {value_text(value)}"
-            )
+            text = setting_text(name, value_text(value))
+            texts.append(f"{key}: {plural(len(list(walk(value))), 'value')}" if inner else f"{key} = {text}")
         heading = f"extra: {plural(len(list(walk(checkpoint.extra))), 'value')}"
         if columns is None:
             yield heading

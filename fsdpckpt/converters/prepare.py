@@ -18,7 +18,13 @@ from fsdpckpt.converters.target.decide import decide, of_one_section
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.told_masters import with_told_masters
 from fsdpckpt.converters.transform import transform
-from fsdpckpt.errors import FsdpckptError, SourceIncompleteError, TargetUnwritableError
+from fsdpckpt.errors import (
+    FsdpckptError,
+    SourceCorruptError,
+    SourceError,
+    SourceIncompleteError,
+    TargetUnwritableError,
+)
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.from_options import units_request
@@ -66,7 +72,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     """Read ``source``, transform it, lay out ``target`` and plan the copies. Does not read tensor data."""
     try:
         draft, decision = _select(source, target, options, sources)
-    except SourceIncompleteError as error:
+    except (SourceIncompleteError, SourceCorruptError) as error:
         if options.only is None and (readable := _what_can_be_read(source, error, sources)) is not None:
             steps = [error.next_step or error.usual_next_step, readable]
             error.next_step = "; or ".join(f"{step}" for step in steps)
@@ -86,12 +92,16 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     return Prepared(given, draft.transformed, decision, output, plan, linking)
 
 
-def _what_can_be_read(source: str, error: SourceIncompleteError, sources: Sources) -> str | None:
-    """How to take what does not need what ``error`` misses; None if there is nothing."""
+def _what_can_be_read(source: str, error: SourceError, sources: Sources) -> str | None:
+    """How to take what needs none of the files that are missing or damaged; None if there is nothing."""
     from fsdpckpt.describe import describe_incomplete  # on the way to an error only
 
     incomplete = describe_incomplete(source, error, sources)
-    for section in incomplete.readable if incomplete is not None else ():
+    if incomplete is None:
+        return None
+    if isinstance(error, SourceCorruptError) and not incomplete.damaged:
+        return None  # files contradict each other: none of them is known to be right
+    for section in incomplete.readable:
         return f"take the {_WORDS[section]} alone, which is complete: add {flags.only(section)}"
     return None
 

@@ -1,7 +1,7 @@
 """Describes what is at a path: one checkpoint, several of a run, or what is left of one. Reads no tensor data."""
 
 from fsdpckpt.describe.describe import Description, SectionSummary, describe, extra_json, json_value, stored_files
-from fsdpckpt.describe.incomplete import Incomplete, describe_incomplete
+from fsdpckpt.describe.incomplete import Incomplete, describe_incomplete, suggest_readable
 from fsdpckpt.describe.rank_grid import FilesOfRanks, FileState, RankGrid, rank_grid
 from fsdpckpt.describe.run import Run, RunCheckpoint, describe_run
 
@@ -21,4 +21,5 @@ __all__ = [
     "json_value",
     "rank_grid",
     "stored_files",
+    "suggest_readable",
 ]

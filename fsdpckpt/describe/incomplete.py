@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fsdpckpt import flags
 from fsdpckpt.describe.describe import SectionSummary, describe
 from fsdpckpt.describe.rank_grid import FileState, RankGrid, rank_grid
-from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError
+from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError, to_copy
 from fsdpckpt.formats.zip import read_directory
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.coverage import flaws
@@ -97,6 +97,13 @@ def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> 
     if not readable and not missing and not any(row.ranks(FileState.DAMAGED) for row in grid.rows):
         return None
     return Incomplete(source, error, grid, tuple(sorted(missing)), tuple(sorted(damaged)), readable)
+
+
+def suggest_readable(error: FsdpckptError, left: Incomplete) -> None:
+    """Add to ``error`` the command that converts what can be read."""
+    if left.readable and error.alternative is None:
+        sections = " and the ".join(left.readable)
+        error.alternative = to_copy(f"the {sections} can be converted without the rest", left.commands[0])
 
 
 def _listed_in_manifest(source: str, files: Mapping[str, Entry], sources: Sources) -> tuple[set[str], set[str]]:

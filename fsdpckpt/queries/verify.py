@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from fsdpckpt import flags
 from fsdpckpt.converters.target.form_choice import writable_flavor
+from fsdpckpt.describe import describe_incomplete, suggest_readable
+from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.options.commands import VerifyOptions
 from fsdpckpt.options.declare import Scope, refuse_unused
@@ -22,8 +24,14 @@ def verify(source: str, options: VerifyOptions, progress: Progress) -> Verificat
     """All that is wrong with ``source``."""
     framework, searched = _framework(options), _searched(options)
     with Sources() as sources:
-        with listing_all_damage(source, sources):
-            (opened,) = open_all([source], sources, options.units, options.ignore_file)
+        try:
+            with listing_all_damage(source, sources):
+                (opened,) = open_all([source], sources, options.units, options.ignore_file)
+        except SourceError as error:
+            left = describe_incomplete(source, error, sources)
+            if left is not None:
+                suggest_readable(error, left)
+            raise
         checkpoint = by_name(opened, sources, options, listing=True, planned=framework is not None)
         if searched is not None:
             searched.require_matches(checkpoint)

@@ -139,10 +139,10 @@ def _only(entries: Sequence[Entry], sigil: str) -> FigureTable:
     """What only one side has; repeated layers are one row."""
     chosen = [entry for entry in joined_lists(entries, LONGEST_LIST) if entry.sigil == sigil]
     rows = []
-    for folded in fold((entry.key, (entry.section, entry.detail, entry.counts)) for entry in chosen):
+    for folded in fold((entry.key, (entry.section, entry.text, entry.counts)) for entry in chosen):
         entry, count = chosen[folded.members[0]], len(folded.members)
         key = folded.key + (f"  x{count_text(count)}" if count > 1 else "")
-        rows.append((str(entry.section), key, entry.detail, "" if entry.counts else "not counted"))
+        rows.append((str(entry.section), key, entry.text, "" if entry.counts else "not counted"))
     return FigureTable(["section", "key", "value", "counts"], rows, more=more_text(len(rows), "key"))
 
 
@@ -154,7 +154,7 @@ def _others(entries: Sequence[Entry]) -> FigureTable:
         if entry.sigil == "*" and (entry.change is None or kind_of(entry) is None) and entry.state != "step"
     ]
     rows = []
-    for folded in fold((entry.key, (entry.section, entry.detail)) for entry in chosen):
+    for folded in fold((entry.key, (entry.section, entry.text)) for entry in chosen):
         entry, count = chosen[folded.members[0]], len(folded.members)
-        rows.append((str(entry.section), folded.key + (f"  x{count_text(count)}" if count > 1 else ""), entry.detail))
+        rows.append((str(entry.section), folded.key + (f"  x{count_text(count)}" if count > 1 else ""), entry.text))
     return FigureTable(["section", "key", "A vs B"], rows[:MAX_ROWS], more=more_text(len(rows), "key"))

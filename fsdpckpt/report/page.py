@@ -39,7 +39,7 @@ from fsdpckpt.report.rank_rows import rank_rows
 from fsdpckpt.report.render import render
 from fsdpckpt.report.treemap import NARROW, WIDE, tiles, treemap
 from fsdpckpt.storage.sources import relative_path
-from fsdpckpt.text import count_text, fold, plural, size_text, step_text
+from fsdpckpt.text import count_text, fold, plural, setting_text, size_text, step_text
 from fsdpckpt.transform.known_names import known_names
 from fsdpckpt.verify.measures import buffer_keys
 
@@ -363,7 +363,7 @@ def _groups(checkpoint: Checkpoint) -> FigureTable:
     rows = []
     for number, group in enumerate(groups):
         settings = [(key, value) for key, value in group.settings.items() if key not in (PARAMS, PARAM_NAMES)]
-        hyper = [f"{key!s}={value_text(value)}" for key, value in settings]
+        hyper = [f"{key!s}={setting_text(key, value_text(value))}" for key, value in settings]
         rows.append((number, count_text(len(group.members or ())), ", ".join(hyper)))
     headings = ["group", "parameters", "settings"]
     return FigureTable(headings, rows, frozenset({0, 1}), more=more_text(len(rows), "group"), longest=2000)

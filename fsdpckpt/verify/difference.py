@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.notebook import table
-from fsdpckpt.text import count_text
+from fsdpckpt.text import count_text, setting_text
 
 Sigil: TypeAlias = Literal["=", "*", "-", "+"]
 
@@ -68,6 +68,11 @@ class Entry:
     change: Change | None = None  # of a tensor that differs
     numbers: tuple[float, float] | None = None  # A's and B's, where each is one number
 
+    @property
+    def text(self) -> str:
+        """``detail`` for people: a learning rate with as many digits as one reads."""
+        return setting_text(self.key, self.detail)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference:
@@ -103,7 +108,7 @@ class Difference:
         """For notebooks: the keys that differ, those that count first; none that are the same."""
         differing = [entry for entry in self.entries if entry.sigil != "="]
         rows = [
-            (entry.sigil, entry.section, entry.key, entry.detail, "" if entry.counts else "does not count")
+            (entry.sigil, entry.section, entry.key, entry.text, "" if entry.counts else "does not count")
             for entry in sorted(differing, key=lambda entry: not entry.counts)
         ]
         return table(self.summary, ("", "section", "key", "detail", ""), rows, len(rows))

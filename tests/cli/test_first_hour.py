@@ -64,6 +64,56 @@ def test_if_only_the_optimizer_is_incomplete_the_error_takes_the_model(
     assert torch.equal(torch.load(tmp_path / "out.pt")["w"], torch.full((5, 2), 3.0))
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("kept", [None, 300], ids=["missing", "truncated"])
+def test_verify_names_what_can_be_converted_without_the_rest(
+    run: Run, by_rank: Path, tmp_path: Path, rank: int, kept: int | None
+) -> None:
+    file = by_rank / f"optim_world_size_3_rank_{rank}.pt"
+    left = b"" if kept is None else file.read_bytes()[:kept]
+    file.unlink()
+    if kept is not None:
+        file.write_bytes(left)
+    refused = run("verify", by_rank)
+    assert refused.code == 3, refused.err
+    (command,) = (line.split() for line in refused.err.splitlines() if line.startswith("  fsdpckpt convert"))
+    assert command[3:] == ["DST", "--only", "model"]
+    assert run(*command[1:3], tmp_path / "out.pt", "--to", "full", *command[4:]).code == 0
+    refused = run("convert", by_rank, tmp_path / "again.pt", "--to", "full")
+    assert "take the model alone, which is complete: add --only model" in refused.err
+
+
+def test_verify_of_what_cannot_be_read_alone_promises_nothing(run: Run, by_rank: Path) -> None:
+    for section in ("model", "optim"):
+        (by_rank / f"{section}_world_size_3_rank_1.pt").unlink()
+    refused = run("verify", by_rank)
+    assert refused.code == 3 and "--only" not in refused.err
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [
+        (3e-4 / 3 * 3, 0.00029999999999999997 / 2, "0.0003 vs 0.00015"),
+        (0.1 + 0.2, 0.3, "0.30000000000000004 vs 0.3"),  # else two equal numbers would differ
+        (1e-05 / 3, 5e-05, "3.33333e-06 vs 5e-05"),
+    ],
+)
+def test_learning_rates_have_as_many_digits_as_one_reads(
+    run: Run, tmp_path: Path, first: float, second: float, shown: str
+) -> None:
+    for name, rate in (("a.pt", first), ("b.pt", second)):
+        group = {"lr": rate, "initial_lr": rate, "eps": 1 / 3, "params": [0]}
+        state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {}, "param_groups": [group]}}
+        torch.save({**state, "schedule": {"base_lrs": [rate], "loss": 1 / 3}}, tmp_path / name)
+    lines = [line.split("  ") for line in run("diff", tmp_path / "a.pt", tmp_path / "b.pt").out.splitlines()]
+    details = {words[0].rpartition(".")[2]: words[-1] for words in lines if " vs " in words[-1]}
+    assert details == {"lr": shown, "initial_lr": shown, "0": shown}
+    entries = json.loads(run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--json").out)["entries"]
+    assert {entry["detail"] for entry in entries if " vs " in entry["detail"]} == {f"{first!r} vs {second!r}"}
+    inspected = run("inspect", tmp_path / "a.pt").out
+    assert f"lr={first:.6g}, initial_lr={first:.6g}, eps={1 / 3!r}" in inspected
+
+
 def test_if_nothing_is_complete_the_error_promises_nothing(run: Run, by_rank: Path, tmp_path: Path) -> None:
     (by_rank / "model_world_size_3_rank_1.pt").unlink()
     (by_rank / "optim_world_size_3_rank_1.pt").unlink()

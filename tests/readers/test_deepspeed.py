@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import fsdpckpt
+from fsdpckpt.cli.errors import error_text
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.account import Rule
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
@@ -292,11 +293,12 @@ def step(name: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("file", ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
-def test_a_missing_file_is_named(file: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_named_once(file: str, tmp_path: Path) -> None:
     directory = step("zero1-bf16", tmp_path)
     (directory / file).unlink()
-    with pytest.raises(SourceIncompleteError, match=file):
+    with pytest.raises(SourceIncompleteError, match=file) as missing:
         opened(directory)
+    assert error_text(missing.value).count(file) == 1
 
 
 def test_a_missing_file_of_module_states_is_named_under_zero_3(tmp_path: Path) -> None:

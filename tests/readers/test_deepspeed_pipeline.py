@@ -112,7 +112,7 @@ def test_a_stage_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_layer_that_is_missing_or_another_is_an_error(tmp_path: Path) -> None:
     saved = files()
     lost = saved.pop("layer_03-model_states.pt")
-    with pytest.raises(SourceIncompleteError, match="2 entries that no file of a layer holds") as error:
+    with pytest.raises(SourceIncompleteError, match="2 entries that no file of a layer contains") as error:
         opened(save(saved, tmp_path / "lost"))
     assert error.value.details == ("3.weight", "3.bias")
     saved["layer_03-model_states.pt"] = {**lost, "bias": torch.zeros(3)}

@@ -205,6 +205,7 @@ def base_model(directory: str, sources: Sources, version: str | None = None) -> 
             expected=f"the directory of a Hugging Face model: {CONFIG} and its safetensors files",
             next_step="give the directory that the training started from",
         )
+    _refuse_quantized(fields, path, directory)
     architecture = _architecture(fields, path, version)
     checkpoint = open_checkpoint(directory, sources=sources, locate=Locate.NOTHING)
     stored = model_names(checkpoint, directory)
@@ -243,6 +244,25 @@ def base_model(directory: str, sources: Sources, version: str | None = None) -> 
             shared=shared,
             from_reference=True,
         ),
+    )
+
+
+def _refuse_quantized(fields: Mapping[str, object], path: str, directory: str) -> None:
+    """Raises SourceUnsupportedError if ``config.json`` says that the weights are quantized."""
+    settings = fields.get("quantization_config")
+    if not settings:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    raise SourceUnsupportedError(
+        f"the weights in {directory} are quantized",
+        expected="no quantization_config",
+        found=f"quant_method {method}" if method else "a quantization_config",
+        file=path,
+        key="quantization_config",
+        why="FSDP1 trains float parameters: the job dequantized these weights, or added adapters to them, and the "
+        "parameters that it trained are not the tensors of these files",
+        next_step="give a directory with the weights as the job trained them (if these are, remove quantization_config "
+        f"from config.json); or {_INSTEAD}",
     )
 
 
@@ -333,7 +353,7 @@ def _differences(
         found.setdefault(template(name), set()).add(numbers)
         for depth, path in enumerate(_lists_of(template(name)), 1):
             members.setdefault(path, set()).add(numbers[:depth])
-    of_kinds = {name: found.pop(name, set()) for kind in architecture.kinds for name in kind}
+    of_kinds = {name: found.pop(name, set()) for name in frozenset().union(*architecture.kinds)}
     yield from _differences_of_layers(architecture, of_kinds, members)
     for parameter in architecture.parameters:
         if parameter in of_kinds:

@@ -129,8 +129,9 @@ def open_experts(
     if missing:
         names = [f"{prefix}{number}" for prefix, number in missing]
         raise SourceIncompleteError(
-            f"{directory}: the files of {plural(len(missing), 'expert')} are missing: {some_of(names, MAX_NAMES)}",
+            f"{directory}: the files of {plural(len(missing), 'expert')} are missing",
             details=names,
+            most_shown=MAX_NAMES,
             file=f"{directory.rstrip('/')}/layer_0_expert_{missing[0][1]}_mp_rank_00_model_states.pt",
             why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
             next_step="copy the files of all ranks into one directory",

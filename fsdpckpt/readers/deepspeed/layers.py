@@ -72,9 +72,9 @@ def open_layers(
     missing = [name for name in dict.fromkeys([*shapes, *buffers]) if name not in found]
     if missing:
         raise SourceIncompleteError(
-            f"{module.path} names {plural(len(missing), 'entry')} that no file of a layer holds: "
-            f"{some_of(missing, _MAX_NAMES)}",
+            f"{module.path} names {plural(len(missing), 'entry')} that no file of a layer contains",
             details=missing,
+            most_shown=_MAX_NAMES,
             file=module.path,
             key=missing[0],
             why="the files of some layers were not copied, or other pipeline stages have them",

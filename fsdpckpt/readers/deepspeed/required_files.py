@@ -10,7 +10,7 @@ from shlex import quote
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, to_copy
 from fsdpckpt.readers.protocol import file_name
-from fsdpckpt.text import numbers_text, plural, some_of
+from fsdpckpt.text import numbers_text, plural
 
 ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and the file beside them:
 OPTIMIZER_STATE = "optimizer_state.pt"
@@ -92,8 +92,9 @@ def required_grid(
     if missing:
         raise SourceIncompleteError(
             f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing, MAX_NAMES)}",
+            f"{'is' if len(missing) == 1 else 'are'} missing",
             details=missing,
+            most_shown=MAX_NAMES,
             files=[f"{path.rstrip('/')}/{name}" for name in missing],
             file=f"{path.rstrip('/')}/{missing[0]}",
             why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",

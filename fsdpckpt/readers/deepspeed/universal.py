@@ -250,8 +250,9 @@ class _Universal:
     def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
         return SourceIncompleteError(
             f"{self.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing: {some_of(missing, _MAX_NAMES)}",
+            f"{'is' if len(missing) == 1 else 'are'} missing",
             details=missing,
+            most_shown=_MAX_NAMES,
             files=missing,
             file=missing[0],
             why="the conversion by ds_to_universal.py, or the copy, did not finish",

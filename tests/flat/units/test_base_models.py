@@ -105,6 +105,8 @@ def test_the_file_is_what_the_script_writes_with_the_transformers_that_is_instal
         ("olmoe", {**LLAMA, "num_experts": 2}),
         ("deepseek_v3", {**DEEPSEEK, "num_hidden_layers": 3}),
         ("deepseek_v3", {**DEEPSEEK, "first_k_dense_replace": 0, "attention_bias": True}),
+        ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 3}),
+        ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True, "first_k_dense_replace": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value)[-60:] or "default",
 )
@@ -201,6 +203,8 @@ def test_an_export_becomes_flat_shards_by_following_the_error(
         ({"tie_word_embeddings": False}, 3, "there is no lm_head.weight"),
         ({"architectures": ["Qwen3ForCausalLM"]}, 3, "there is no model.layers.0.self_attn.q_norm.weight"),
         ({"architectures": ["GPT2LMHeadModel"]}, 3, "GPT2LMHeadModel has no parameter model.embed_tokens.weight"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, 3, "quant_method fp8"),
+        ({"quantization_config": {"load_in_4bit": True}}, 3, "are quantized"),
     ],
     ids=str,
 )
