@@ -17,6 +17,7 @@ from fsdpckpt.errors import (
     EMPTY,
     FsdpckptError,
     NeedsInformationError,
+    SourceCorruptError,
     SourceError,
     SourceIncompleteError,
     SourceMissingError,
@@ -37,6 +38,7 @@ from fsdpckpt.ir.units import Units
 from fsdpckpt.process import gc_paused
 from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import refuse_directories_of_ranks, several_checkpoints
+from fsdpckpt.readers.damaged import several_with_damaged
 from fsdpckpt.readers.join import join, without_exports
 from fsdpckpt.readers.manifest import (
     FoundUnits,
@@ -93,8 +95,19 @@ def open_checkpoint(
     opening = _Opening(
         source, remaining, ReadOptions(locate, only, prefer_dcp_over_exports), units, compare_config=compare_config
     )
+
+    def open_without(damaged: frozenset[str]) -> None:
+        rest = RemainingSources(sources, source, ignore_file, damaged)
+        _Opening(source, rest, ReadOptions(Locate.NOTHING, only), units, compare_config=compare_config).directory()
+
     with gc_paused():
-        checkpoint = opening.directory() if entry.directory else opening.file(entry)
+        try:
+            checkpoint = opening.directory() if entry.directory else opening.file(entry)
+        except (SourceIncompleteError, SourceCorruptError) as error:
+            several = several_with_damaged(source, error, sources, open_without) if entry.directory else None
+            if several is None:
+                raise
+            raise several from error
         checkpoint.origin = replace(checkpoint.origin, ignored=tuple(remaining.ignored))
         copies = list(copies_of_plain_tensors(checkpoint))
         mark_open_copies(checkpoint, copies)

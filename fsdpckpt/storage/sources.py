@@ -175,18 +175,23 @@ class Sources:
 class RemainingSources(Sources):
     """``sources`` without the files and directories below ``source`` whose name, or path from there, matches one of
     ``globs``: no directory lists them. ``ignored``: those that were left out so far, as relative paths. ``all``:
-    ``sources`` itself. The values of ``ignored`` say which are directories.
+    ``sources`` itself. The values of ``ignored`` say which are directories. ``without``: relative paths to leave out as
+    well, which ``ignored`` does not list.
     """
 
-    def __init__(self, sources: Sources, source: str, globs: Sequence[str]) -> None:
+    def __init__(
+        self, sources: Sources, source: str, globs: Sequence[str], without: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
-        self.all, self._source, self._globs = sources, source, globs
+        self.all, self._source, self._globs, self._without = sources, source, globs, without
         self.ignored: dict[str, bool] = {}
 
     def _remains(self, entry: Entry) -> bool:
         if not entry.path.startswith(f"{self._source.rstrip('/')}/"):
             return True
         path = relative_path(entry.path, self._source)
+        if path in self._without:
+            return False
         if not any(matches(glob, path) for glob in self._globs):
             return True
         self.ignored[path] = entry.directory

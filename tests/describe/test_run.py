@@ -11,7 +11,7 @@ import fsdpckpt
 from fsdpckpt.api import inspect_run
 from fsdpckpt.describe import Run
 from fsdpckpt.describe.run import step_of
-from fsdpckpt.errors import SeveralCheckpointsError, SourceIncompleteError
+from fsdpckpt.errors import SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError
 
 
 def described(run: Path) -> Run:
@@ -156,3 +156,58 @@ def test_beside_one_step_what_is_damaged_is_the_error(tmp_path: Path) -> None:
     saved(tmp_path / "best" / "model_world_size_2_rank_0.pt")
     with pytest.raises(SourceIncompleteError):
         fsdpckpt.inspect(tmp_path)
+
+
+def ranks_saved(directory: Path, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
+    """The files of ``ranks`` of 3."""
+    directory.mkdir(parents=True)
+    for rank in ranks:
+        torch.save({"w": torch.full((5, 2), 3.0)}, directory / f"model_world_size_3_rank_{rank}.pt")
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:300])
+
+
+def rows_of(run: Path) -> dict[str, bool]:
+    return {row.name: row.complete for row in described(run).checkpoints}
+
+
+def test_of_checkpoints_that_are_called_anything_the_damaged_ones_are_rows(tmp_path: Path) -> None:
+    for name in ("baseline", "no-warmup", "run[2]"):
+        ranks_saved(tmp_path / "ranks" / name)
+        saved(tmp_path / "deeper" / "of" / name / "model.pt")
+        saved(tmp_path / "files" / f"{name}.pt")
+    ranks_saved(tmp_path / "ranks" / "tiny", (0, 2))
+    ranks_saved(tmp_path / "ranks" / "big", (1,))
+    truncated(tmp_path / "deeper" / "of" / "run[2]" / "model.pt")
+    truncated(tmp_path / "files" / "no-warmup.pt")
+    complete = {"baseline": True, "no-warmup": True, "run[2]": True}
+    assert rows_of(tmp_path / "ranks") == {**complete, "big": False, "tiny": False}
+    assert rows_of(tmp_path / "files") == {"baseline.pt": True, "no-warmup.pt": False, "run[2].pt": True}
+    assert rows_of(tmp_path / "deeper") == {
+        **{"of/baseline/model.pt": True, "of/no-warmup/model.pt": True, "of/run[2]": False}
+    }
+    with pytest.raises(SeveralCheckpointsError, match="contains 5 checkpoints, and 2 of them are damaged") as several:
+        fsdpckpt.verify(tmp_path / "ranks")
+    assert "2 rank files are missing" not in str(several.value.next_step)
+    assert "1 rank file is missing" in str(several.value.why)
+
+
+def test_what_is_damaged_in_the_only_checkpoint_is_the_error(tmp_path: Path) -> None:
+    """Also if it has several parts, or other models, which can be read."""
+    ranks_saved(tmp_path / "of-ranks")
+    truncated(tmp_path / "of-ranks" / "model_world_size_3_rank_1.pt")
+    saved(tmp_path / "in-parts" / "model" / "model.pt")
+    saved(tmp_path / "in-parts" / "optim" / "optim.pt")
+    truncated(tmp_path / "in-parts" / "optim" / "optim.pt")
+    saved(tmp_path / "one-of-two" / "whole" / "model.pt")
+    saved(tmp_path / "one-of-two" / "damaged" / "model.pt")
+    truncated(tmp_path / "one-of-two" / "damaged" / "model.pt")
+    for name, damaged in (
+        ("of-ranks", "model_world_size_3_rank_1.pt"),
+        ("in-parts", "optim.pt"),
+        ("one-of-two", "damaged/model.pt"),
+    ):
+        with pytest.raises(SourceCorruptError, match=damaged):
+            fsdpckpt.inspect(tmp_path / name)
