@@ -17,7 +17,6 @@ from fsdpckpt.errors import (
     EMPTY,
     FsdpckptError,
     NeedsInformationError,
-    SourceCorruptError,
     SourceError,
     SourceIncompleteError,
     SourceMissingError,
@@ -37,8 +36,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import gc_paused
 from fsdpckpt.readers.account import METADATA, AccountBook
-from fsdpckpt.readers.candidates import refuse_directories_of_ranks, several_checkpoints
-from fsdpckpt.readers.damaged import several_with_damaged
+from fsdpckpt.readers.candidates import refuse_directories_of_ranks
 from fsdpckpt.readers.join import join, without_exports
 from fsdpckpt.readers.manifest import (
     FoundUnits,
@@ -56,12 +54,11 @@ from fsdpckpt.readers.rank_facts import without_rank_facts
 from fsdpckpt.readers.registry import READERS, recognise_foreign_file
 from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
+from fsdpckpt.readers.unread import several_with_unread
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources, relative_path
 from fsdpckpt.text import bytes_text, some_of
 
-# A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers, hardly for more.
-_MAX_DIRECTORIES = 6
 _LEFT_OUT = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)  # of a file beside the checkpoint
 
 
@@ -96,15 +93,15 @@ def open_checkpoint(
         source, remaining, ReadOptions(locate, only, prefer_dcp_over_exports), units, compare_config=compare_config
     )
 
-    def open_without(damaged: frozenset[str]) -> None:
-        rest = RemainingSources(sources, source, ignore_file, damaged)
+    def open_without(unread: frozenset[str]) -> None:
+        rest = RemainingSources(sources, source, ignore_file, unread)
         _Opening(source, rest, ReadOptions(Locate.NOTHING, only), units, compare_config=compare_config).directory()
 
     with gc_paused():
         try:
             checkpoint = opening.directory() if entry.directory else opening.file(entry)
-        except (SourceIncompleteError, SourceCorruptError) as error:
-            several = several_with_damaged(source, error, sources, open_without) if entry.directory else None
+        except SourceError as error:
+            several = several_with_unread(source, error, sources, open_without) if entry.directory else None
             if several is None:
                 raise
             raise several from error
@@ -238,8 +235,6 @@ class _Opening:
     def _read_parts(self, found: Found) -> list[ReadPart]:
         """Read every part. Leaves out what cannot be read of the section that was not asked for, which the other one
         never needs, and a file beside the checkpoint (a training script's classes).
-
-        An error among many directories side by side means that they are several checkpoints.
         """
         read: list[ReadPart] = []
         refused: list[FsdpckptError] = []
@@ -251,8 +246,6 @@ class _Opening:
                 unasked = self._is_of_other_section(part)
                 if isinstance(error, SourceIncompleteError) and error.rank is not None:
                     refuse_directories_of_ranks(found.path, [each.label for each in found.parts])
-                if not unasked and not part.optional and len(found.below) > _MAX_DIRECTORIES:
-                    raise several_checkpoints(found.path, found.below, self.sources) from None
                 if not unasked and not (part.optional and isinstance(error, _LEFT_OUT)):
                     raise
                 for path in (part.label, *paths_in(self.files.files()[count:])):

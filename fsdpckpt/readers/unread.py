@@ -1,7 +1,7 @@
-"""Tells one checkpoint that is damaged from several in a directory, of which some are.
+"""Tells one checkpoint that cannot be read from several in a directory, of which some cannot.
 
-The rest decides: the directory is read again without what is damaged. If that finds several checkpoints, what is
-damaged is one more of them; if it finds one, or parts of one, the damage is in that.
+The rest decides: the directory is read again without what cannot be read. If that finds several checkpoints, what was
+left out is one more of them; if it finds one, or parts of one, the error is about that.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from fsdpckpt.errors import FsdpckptError, SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import FsdpckptError, SeveralCheckpointsError, SourceError
 from fsdpckpt.readers.candidates import MAX_CANDIDATES
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural, plural
 
-_MOST_DAMAGED = 16  # checkpoints: the rest is read once more for each
+_MOST_UNREAD = 16  # checkpoints: the rest is read once more for each
 _DEEPEST = 3  # directories from the source to a checkpoint in it
 _MAY_BE_ONE = re.compile(r".*\.(pt|pth|bin|ckpt|safetensors)")  # a file that may be a checkpoint of its own
 _NUMBERS = re.compile(r"\d+")
 
 
-def several_with_damaged(
+def several_with_unread(
     source: str, error: FsdpckptError, sources: Sources, open_without: Callable[[frozenset[str]], object]
 ) -> SeveralCheckpointsError | None:
-    """The error for the directory ``source`` if it contains several checkpoints, those that are damaged included; None
-    if ``error`` is about the only one.
+    """The error for the directory ``source`` if it contains several checkpoints, also those that cannot be read; None if
+    ``error`` is about the only one.
 
     ``open_without``: reads the directory without some paths, relative to it, and raises what is wrong with the rest.
     """
@@ -43,17 +43,17 @@ def _several_at(
     open_without: Callable[[frozenset[str]], object],
 ) -> SeveralCheckpointsError | None:
     """``depth``: how many directories below ``source`` the checkpoints are."""
-    damaged: dict[str, str] = {}  # what is wrong with each, by its path from the source
-    while len(damaged) < _MOST_DAMAGED:
+    unread: dict[str, str] = {}  # what is wrong with each, by its path from the source
+    while len(unread) < _MOST_UNREAD:
         path = _path_of(error, source, depth, sources)
-        if path is None or path in damaged:
+        if path is None or path in unread:
             return None
-        damaged[path] = error.what
+        unread[path] = error.what
         try:
-            open_without(frozenset(damaged))
+            open_without(frozenset(unread))
         except SeveralCheckpointsError as several:
-            return _with_damaged(source, several, damaged)
-        except (SourceIncompleteError, SourceCorruptError) as another:
+            return _with_unread(source, several, unread)
+        except SourceError as another:
             error = another
         except FsdpckptError:
             return None
@@ -82,19 +82,18 @@ def _path_of(error: FsdpckptError, source: str, depth: int, sources: Sources) ->
     return path if _MAY_BE_ONE.fullmatch(entry.name) and len(alike) == 1 else None
 
 
-def _with_damaged(
-    source: str, several: SeveralCheckpointsError, damaged: dict[str, str]
+def _with_unread(
+    source: str, several: SeveralCheckpointsError, unread: dict[str, str]
 ) -> SeveralCheckpointsError | None:
-    """``several`` with the checkpoints that are ``damaged``."""
-    found = sorted((*several.checkpoints, *(f"{source.rstrip('/')}/{path}" for path in damaged)), key=natural)
-    if len(found) - len(damaged) < 2:
+    """``several`` with the checkpoints that cannot be read."""
+    found = sorted((*several.checkpoints, *(f"{source.rstrip('/')}/{path}" for path in unread)), key=natural)
+    if len(found) - len(unread) < 2:
         return None
-    verb = "is" if len(damaged) == 1 else "are"
     return SeveralCheckpointsError(
-        f"{source} contains {plural(len(found), 'checkpoint')}, and {len(damaged)} of them {verb} damaged",
+        f"{source} contains {plural(len(found), 'checkpoint')}, and {len(unread)} of them cannot be read",
         details=found,
         most_shown=MAX_CANDIDATES,
-        why="; ".join([*damaged.values()][:MAX_CANDIDATES]),
+        why="; ".join([*unread.values()][:MAX_CANDIDATES]),
         next_step=several.next_step,
         file=source,
         checkpoints=found,
