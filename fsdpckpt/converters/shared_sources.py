@@ -73,9 +73,9 @@ class SeenSources:
         return [
             Note(
                 "copies",
-                f"{names_text(names, 3)}: the copy of worker {worker} was used for all. Nothing proves that "
-                f"{_workers(others)} {'has' if len(others) == 1 else 'have'} the same: it is another file of the same "
-                "length, and its container has no checksums of everything in it",
+                f"{names_text(names, 3)}: the copy of worker {worker} was used for all. The copy of "
+                f"{_workers(others)} has the same length, but may have other bytes: the container does not checksum "
+                "everything in it",
                 keys=tuple(names),
             )
             for (worker, others), names in by_workers.items()

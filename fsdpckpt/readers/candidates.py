@@ -58,7 +58,7 @@ def refuse_counted_parts(source: str, labels: Sequence[str]) -> None:
         details=[relative[part] for part in parts],
         most_shown=MAX_CANDIDATES,
         file=source,
-        why="each contains plain tensors, and how these go together is in the code of the model, not in the files",
+        why="each contains plain tensors, and how to join them is defined in the model's code, not in the files",
         next_step="merge them with the script of the trainer that wrote them; or save DTensors, or a DCP checkpoint, "
         "which record it",
     )
@@ -106,7 +106,7 @@ def _refuse_named_parts(source: str, places: Sequence[str]) -> None:
         details=sorted(counted, key=natural),
         most_shown=MAX_CANDIDATES,
         file=source,
-        why="their names count the parts, and how these go together is in the code of the trainer, not in the files",
+        why="their names number the parts, and how to join them is defined in the trainer's code, not in the files",
         next_step="give the whole step of nanotron, with its checkpoint_metadata.json; else convert it with the script "
         "of the trainer that wrote it",
     )
@@ -126,7 +126,7 @@ def _refuse_recorded_part(part: ReadPart) -> None:
             f"{part.label} is one part of a model",
             details=[f"its arguments say {name}={size}" for name, size in sizes.items()],
             file=part.label,
-            why="each contains plain tensors, and how these go together is in the code of the model, not in the files",
+            why="each contains plain tensors, and how to join them is defined in the model's code, not in the files",
             next_step="give the directory of the iteration (iter_0000500) with the files of all tensor-parallel ranks; "
             "else load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
         )
@@ -188,7 +188,7 @@ def _refuse_slices_without_rank_0(source: str, candidates: Sequence[ReadPart]) -
         return
     absent = re.sub(rf"{words[0][1]}(\.[^./]*)$", r"0\1", candidates[0].label)
     raise SourceIncompleteError(
-        f"{source}: what looks like slices of {len(candidates)} ranks, without those of rank 0",
+        f"{source}: these look like slices of {len(candidates)} ranks, but those of rank 0 are missing",
         expected=posixpath.basename(absent),
         found=some_of([part.origin.name for part in candidates], 4),
         file=absent,

@@ -126,8 +126,8 @@ def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Map
         file=source,
         expected="tensors by name, or the state dict of an optimizer",
         found=some_of(list(extra), _MAX_KEYS) or "nothing",
-        why="it has only the extras of a checkpoint: schedulers, random states, counters",
-        next_step="name the directory that has the model, too",
+        why="it has only a checkpoint's extras: schedulers, random states, counters",
+        next_step="give the directory that contains the model too",
     )
 
 

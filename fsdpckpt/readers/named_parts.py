@@ -125,7 +125,7 @@ def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
         numbered = [f"_{number}" if number or not is_file else "" for number in absent]
         names = [re.sub(r"_\d+", number, last.origin.name, count=1) for number in numbered]
         raise SourceIncompleteError(
-            f"{source} has {_WORDS[section]} number {max(of_section)}, and not those before it",
+            f"{source} has {_WORDS[section]} number {max(of_section)}, but not the ones before it",
             details=[f"{name} is missing" for name in names],
             most_shown=8,
             file=last.label,

@@ -100,6 +100,6 @@ def _require_nestable(label: str, names: Iterable[object]) -> None:
                 file=label,
                 expected=f"at most {_MOST_MODULES:,}, which is as deep as Python lets modules nest",
                 found=f"{count:,}",
-                why="it is no model's, or the file was made to take memory",
+                why="no model has such names; the file may have been made to exhaust memory",
                 next_step="save it under a shorter name",
             )

@@ -188,7 +188,7 @@ class Search:
         if path not in self._listings:
             if len(self._listings) >= _MAX_LISTED:
                 raise NeedsInformationError(
-                    f"{self._source} has more than {count_text(_MAX_LISTED)} directories, and no search goes on",
+                    f"{self._source} has more than {count_text(_MAX_LISTED)} directories: the search stopped there",
                     details=[f"the last was {path}"],
                     file=self._source,
                     why="it holds far more than a checkpoint",

@@ -187,7 +187,7 @@ def _read(path: str, sources: Sources) -> tuple[dict[str, str], Mapping[str, obj
     outside = sorted({shard for shard in weight_map.values() if "/" in shard or "\\" in shard or shard in ("", "..")})
     if outside:
         raise SourceCorruptError(
-            f"{path} names files outside its directory", file=path, details=outside, why="somebody edited the index"
+            f"{path} names files outside its directory", file=path, details=outside, why="the index was edited"
         )
     metadata = document.get("metadata")
     return dict(weight_map), metadata if isinstance(metadata, dict) else {}

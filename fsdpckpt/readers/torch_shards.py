@@ -121,7 +121,7 @@ def _archive(path: str, files: FileTable, sources: Sources) -> TorchArchive:
     archive = read_tensors(source, files.add(path, source.nbytes))
     if archive.forms:
         raise SourceUnsupportedError(
-            f"{path} is a shard, and holds {' and '.join(sorted(archive.forms))} values",
+            f"{path} is a shard with {' and '.join(sorted(archive.forms))} values",
             file=path,
             why="each rank saved a part of each tensor, and the numbers in the names need not be ranks",
             next_step="rename the files to model_world_size_<N>_rank_<r>.pt, if the numbers are those of the ranks",

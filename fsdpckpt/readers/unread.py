@@ -23,8 +23,8 @@ _NUMBERS = re.compile(r"\d+")
 def several_with_unread(
     source: str, error: FsdpckptError, sources: Sources, open_without: Callable[[frozenset[str]], object]
 ) -> SeveralCheckpointsError | None:
-    """The error for the directory ``source`` if it contains several checkpoints, also those that cannot be read; None if
-    ``error`` is about the only one.
+    """The error for the directory ``source`` if it contains several checkpoints, with those that cannot be read; None
+    if ``error`` is about the only one.
 
     ``open_without``: reads the directory without some paths, relative to it, and raises what is wrong with the rest.
     """

@@ -207,7 +207,7 @@ def test_of_a_buffer_that_differs_between_ranks_the_lowest_ranks_copy_is_taken_i
     assert torch.equal(torch.load(tmp_path / "o.pt")["model"]["scale"], first["scale"])
     assert not [note for note in report.notes if note.kind == "unused"]
     (note,) = [note for note in report.notes if note.kind == "replicas"]
-    assert note.message == "1 model key differs between ranks, and the lowest rank's copy is taken: scale"
+    assert note.message == "1 model key differs between ranks; the lowest rank's copy is used: scale"
 
 
 def test_what_ranks_disagree_on_is_named_with_what_each_has(oracle: Oracle, tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_a_number_says_which_of_several_are_missing(tmp_path: Path, lost: str, f
         saved_without_fsdp(source, safe=False, one_layer=False)
     first = "optimizer.bin" if lost == "optimizer" else "pytorch_model_fsdp.bin" if fsdp else "pytorch_model.bin"
     (source / first).unlink()
-    with pytest.raises(SourceIncompleteError, match=f"has {lost} number 1, and not those before it") as caught:
+    with pytest.raises(SourceIncompleteError, match=f"has {lost} number 1, but not the ones before it") as caught:
         fsdpckpt.inspect(source)
     assert caught.value.details == (f"{first} is missing",)
     assert fsdpckpt.verify(source / first.replace(".", "_1.")).whole  # given by its path it is all that is wanted
@@ -289,5 +289,5 @@ def test_one_numbered_optimizer_is_perhaps_one_of_several(tmp_path: Path) -> Non
 def test_the_slices_of_one_rank_are_no_whole_optimizer(tmp_path: Path) -> None:
     sliced = {"state": {0: {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     torch.save(sliced, tmp_path / "optim_1.pt")
-    with pytest.raises(SourceIncompleteError, match="without those of rank 0"):
+    with pytest.raises(SourceIncompleteError, match="but those of rank 0 are missing"):
         fsdpckpt.verify(tmp_path)

@@ -188,7 +188,9 @@ def test_of_checkpoints_that_are_called_anything_the_damaged_ones_are_rows(tmp_p
     assert rows_of(tmp_path / "deeper") == {
         **{"of/baseline/model.pt": True, "of/no-warmup/model.pt": True, "of/run[2]": False}
     }
-    with pytest.raises(SeveralCheckpointsError, match="contains 5 checkpoints, and 2 of them cannot be read") as several:
+    with pytest.raises(
+        SeveralCheckpointsError, match="contains 5 checkpoints, and 2 of them cannot be read"
+    ) as several:
         fsdpckpt.verify(tmp_path / "ranks")
     assert "2 rank files are missing" not in str(several.value.next_step)
     assert "1 rank file is missing" in str(several.value.why)

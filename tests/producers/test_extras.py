@@ -90,7 +90,7 @@ def test_a_schedule_that_verls_would_stumble_over_is_left_out_and_said(producer:
     trained.schedule = StepLR(trained.optimizer, step_size=2)
     (tmp_path / "source").mkdir()
     extra, said = to_verl(trained.save(producer, tmp_path / "source"), tmp_path / "out")
-    assert extra["lr_scheduler"] is None and "was added: lr_scheduler = None" in said
+    assert extra["lr_scheduler"] is None and "lacks: lr_scheduler = None" in said
 
 
 def test_entries_of_the_same_name_but_of_another_make_are_left_out_and_said(tmp_path: Path) -> None:

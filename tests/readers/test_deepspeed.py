@@ -355,7 +355,7 @@ def test_one_ranks_module_states_are_no_model(name: str, tmp_path: Path) -> None
 
 
 def refused_saves(directory: Path) -> list[str]:
-    with pytest.raises(SourceCorruptError, match="holds the files of 2 saves") as refused:
+    with pytest.raises(SourceCorruptError, match="contains the files of 2 DeepSpeed saves") as refused:
         opened(directory)
     return list(refused.value.details)
 

@@ -366,10 +366,10 @@ def at_piece(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, 
         (at_piece(lambda piece: piece.update(scale=0.5)), "multiplied by 0.5"),
         (at_piece(lambda piece: piece.update(source=[25, [5, 1]])), "outside of the shape"),
         (at_piece(lambda piece: piece.update(source=[20, [1, 7]])), "not a block of rows"),
-        (at_piece(lambda piece: piece.update(source=[1 << 70, [5, 1]])), "no number of elements"),
-        (at_piece(lambda piece: piece.update(source=[-5, [5, 1]])), "no number of elements"),
+        (at_piece(lambda piece: piece.update(source=[1 << 70, [5, 1]])), "not a number of elements"),
+        (at_piece(lambda piece: piece.update(source=[-5, [5, 1]])), "not a number of elements"),
         (at_piece(lambda piece: piece.update(shape=[2, 5])), "do not fill a shard"),
-        (at_piece(lambda piece: piece.update(shape=[1 << 40, 1 << 40])), "is no shape"),
+        (at_piece(lambda piece: piece.update(shape=[1 << 40, 1 << 40])), "is not a shape"),
         (at_piece(lambda piece: piece.pop("dest")), "has no dest"),
         (lambda info: info["affine_map"]["params"]["^column$"]["ranks"].pop(1), "describes the ranks"),
         (lambda info: info["affine_map"]["params"].pop("^column$"), "not recorded"),
@@ -391,7 +391,7 @@ def test_what_no_map_describes_is_refused_by_name(
         if "universal_checkpoint_info" in content:
             content["universal_checkpoint_info"] = info
     save(job.files, tmp_path / "step")
-    with pytest.raises(SourceUnsupportedError, match="nothing says how") as error:
+    with pytest.raises(SourceUnsupportedError, match="cannot tell how") as error:
         opened(tmp_path / "step")
     assert any(detail.startswith("column: ") and reason in detail for detail in error.value.details), error.value
     assert "gather them in the job" in str(error.value.next_step)

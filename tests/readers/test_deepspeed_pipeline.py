@@ -120,7 +120,7 @@ def test_a_layer_that_is_missing_or_another_is_an_error(tmp_path: Path) -> None:
         opened(save(saved, tmp_path / "half"))
     saved["layer_03-model_states.pt"] = lost
     saved["layer_04-model_states.pt"] = {"frozen": torch.ones(2)}
-    with pytest.raises(SourceUnsupportedError, match="cannot tell what the module calls this layer"):
+    with pytest.raises(SourceUnsupportedError, match="cannot tell what the module calls this pipeline layer"):
         opened(save(saved, tmp_path / "more"))
 
 

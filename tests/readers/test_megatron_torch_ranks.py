@@ -214,7 +214,7 @@ def test_arguments_that_do_not_say_how_weights_are_cut_are_refused(
     name: str, value: Any, found: str, tmp_path: Path
 ) -> None:
     source = Job(2, 4, 2, gated=True).save(tmp_path / "run", lambda content: setattr(content["args"], name, value))
-    with pytest.raises(SourceUnsupportedError, match="nothing says how") as error:
+    with pytest.raises(SourceUnsupportedError, match="cannot tell how") as error:
         opened(source)
     assert any(found in detail for detail in error.value.details), error.value.details
     assert "torch_dist" in str(error.value.next_step)

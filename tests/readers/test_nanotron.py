@@ -182,15 +182,15 @@ def test_it_becomes_a_checkpoint_of_fsdp2_and_its_weights_an_export(tmp_path: Pa
 def damages() -> Iterator[tuple[str, str, type[Exception], str]]:
     qkv = "model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-2_tp-rank-1-of-2.safetensors"
     states = "optimizer/optimizer_pp-1-of-2_dp-1-of-2_tp-0-of-2_exp-0-of-1.pt"
-    yield qkv, "missing", SourceIncompleteError, "1 file that the names of others count is missing"
-    yield states, "missing", SourceIncompleteError, "1 file that the names of others count is missing"
+    yield qkv, "missing", SourceIncompleteError, "1 file is missing, by the numbers in the other names"
+    yield states, "missing", SourceIncompleteError, "1 file is missing, by the numbers in the other names"
     yield qkv, "0,3,None|None,None,None#0,3,2|None,None,None", SourceCorruptError, "does not say which slices"
     yield qkv, "0,3,None|None,None,None#9,99,None|None,None,None", SourceCorruptError, "does not say which slices"
     yield qkv, "0,3,None#0,3,None", SourceCorruptError, "does not say which slices"
     yield qkv, "no slices at all", SourceCorruptError, "does not say which slices"
     yield states, "group", SourceCorruptError, "param group 0 has other settings"
     yield states, "name", SourceCorruptError, "names"
-    yield states, "shape", SourceUnsupportedError, "not cut as the weight is"
+    yield states, "shape", SourceUnsupportedError, "not split like the weight"
     yield "checkpoint_metadata.json", "[1", SourceCorruptError, "not a JSON object"
 
 

@@ -154,7 +154,7 @@ def test_replicas_are_given_up_on_all_meshes_or_on_none() -> None:
         (["4,dp=2"], "mesh='4,dp=2': '4' is not a dimension"),
         (["dp=2,"], "mesh='dp=2,': '' is not a dimension"),
         (["dp=2,dp=2"], "names dp twice"),
-        (["4", "dp=4"], "mesh='4' is one of several, and has no names"),
+        (["4", "dp=4"], "mesh='4' is one of several, but has no names"),
         (["a=4", "b=2"], "mesh='a=4' has 4 ranks, and mesh='b=2' has 2"),
         (["a=2,b=3", "c=6", "b=3,a=2"], "two meshes have the dimensions a, b"),
         ([f"dp={MAX_RANKS}"], [MeshShape((MAX_RANKS,), ("dp",))]),

@@ -124,9 +124,9 @@ def require_same_run(before: RunIdentity, now: RunIdentity, content: str) -> Non
     """Raises the error for the first difference. ``content``: what the directory holds, the start of a sentence."""
     if changes := before.source_changes(now):
         raise SourceError(
-            f"{content} of an interrupted run, and the source is not what that run read",
+            f"{content} of an interrupted run, but the source is not what that run read",
             details=changes,
-            why="the rest would come from another checkpoint than the beginning",
+            why="the output would mix two checkpoints",
             next_step=_START_OVER.format("source"),
             resumable=False,
         )

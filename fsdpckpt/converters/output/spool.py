@@ -93,7 +93,7 @@ class Spool:
             if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):  # anyone may make one in /tmp
                 whose = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "another user's"
                 raise TargetUnwritableError(
-                    f"{self.root} is {whose}, and fsdpckpt stages the output in a directory of yours",
+                    f"{self.root} is {whose}, but fsdpckpt stages output only in a directory that you own",
                     file=self.root,
                     next_step=f"remove {shlex.quote(self.root)}, or add {flags.staging('DIR')}",
                 )

@@ -329,20 +329,18 @@ def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: S
         steps = recorded_steps(checkpoint, sources)
         defaults.append((form.counter, steps or 0))
         if steps is None:
-            message = (
-                f"{checkpoint.source} does not record how many steps the optimizer has made: {form.counter} is set to 0"
-            )
+            message = f"{checkpoint.source} does not record the optimizer's number of steps: {form.counter} is set to 0"
             notes.append(Note("resumption", message, warning=True))
     if defaults:
         added = ", ".join(f"{key} = {value!r}" for key, value in defaults)
-        message = f"what flavor {flavor.name} needs and the source does not have was added: {added}"
+        message = f"added what flavor {flavor.name} needs and the source lacks: {added}"
         notes.append(Note("inferred", message))
         for key, value in defaults:
             extra = with_extra(extra, key, value)
         if any(key in _schedule_keys(flavor, form) for key, _ in defaults):
             message = (
-                f"{_TARGET_HAS}no LR schedule that {flavor.name} reads: it begins anew, so set warmup and length to "
-                "what is left of it"
+                f"{_TARGET_HAS}no LR schedule that {flavor.name} reads: it starts over, so set warmup and length to "
+                "what is left"
             )
             notes.append(Note("resumption", message, warning=True))
     return replace(checkpoint, extra=extra).noted(*notes)

@@ -54,7 +54,7 @@ def _with_equal_copies(
     if not keys:
         return whole, needed
     count = plural(len(keys), "model key", "differ")
-    message = f"{count} between ranks, and the lowest rank's copy is taken: {some_of(keys, KEYS_IN_MESSAGE)}"
+    message = f"{count} between ranks; the lowest rank's copy is used: {some_of(keys, KEYS_IN_MESSAGE)}"
     return whole.noted(Note("replicas", message, keys=keys)), needed
 
 
@@ -63,9 +63,9 @@ def _undecided(source: str, problems: Sequence[Problem]) -> NeedsInformationErro
         f"{source}: cannot tell whether one rank's copy of {plural(len(problems), 'model tensor')} is complete",
         details=[problem.message for problem in problems],
         key=problems[0].key,
-        why="ranks have their own copies of a buffer; of a parameter each may have a part (tensor parallelism), or "
-        "another one than the others (experts, ignored_params)",
-        next_step=f"add {flags.buffers('GLOB')} for the buffers, of which the lowest rank's copy is taken; save "
+        why="each rank has its own copy of a buffer; of a parameter it may hold only a part (tensor parallelism), or "
+        "a different one than the other ranks (experts, ignored_params)",
+        next_step=f"add {flags.buffers('GLOB')} for the buffers (the lowest rank's copy is used); save "
         "parameters as DTensors, or give the file of one rank",
     )
 

@@ -32,7 +32,7 @@ def clean_words(draft: Draft, decision: Decision) -> Draft:
     to_flattened = decision.layout is Layout.FLATTENED
     if to_flattened or not (draft.source_names.wrapped or cleaned.optim != checkpoint.optim):
         names = "flat parameters" if to_flattened else f"the names in {checkpoint.source}"
-        message = f"{flags.clean_names} had no effect: {names} have no prefixes of wrappers"
+        message = f"{flags.clean_names} had no effect: {names} have no wrapper prefixes"
         cleaned = cleaned.noted(Note("unused", message))
     return draft.with_checkpoint(cleaned)
 

@@ -250,8 +250,8 @@ def _shape(leaf: object) -> tuple[int, ...] | None:
 
 
 def _left_whole(section: NamedSection) -> Note:
-    message = f"{section.label} stays whole in a flattened target: no optimizer trains it, so nothing says that FSDP1 "
-    return Note("whole", message + f"wraps it. {flags.only(section.label)} flattens it alone")
+    message = f"{section.label} stays whole in a flattened target: no optimizer trains it, so FSDP1 may not wrap "
+    return Note("whole", message + f"it. {flags.only(section.label)} flattens it alone")
 
 
 def _promoted(draft: Draft) -> Draft:

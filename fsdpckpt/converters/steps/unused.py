@@ -26,7 +26,7 @@ def note_unused(draft: Draft, decision: Decision) -> Draft:
         return draft
     if _is_rekeyed(draft, decision) or _is_undecided(checkpoint, decision):
         return draft
-    why = f"{checkpoint.source} itself says all that this conversion needs"
+    why = f"{checkpoint.source} records everything that this conversion needs"
     message = f"{' and '.join(f'{option}' for option in unused)} had no effect: {why}"
     return draft.with_checkpoint(checkpoint.noted(Note("unused", message)))
 

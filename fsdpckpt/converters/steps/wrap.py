@@ -31,7 +31,7 @@ def require_something(draft: Draft, _: Decision) -> Draft:
     if checkpoint.model is None and checkpoint.optim is None and not draft.one_of_several:
         raise UsageError(
             f"{checkpoint.source} has neither a model nor an optimizer to flatten",
-            next_step=to_copy("see what it holds", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
+            next_step=to_copy("see what it contains", f"fsdpckpt inspect {shlex.quote(checkpoint.source)}"),
         )
     return draft
 

@@ -80,7 +80,7 @@ def require_file_name(target: str, spec: Decision) -> None:
             )
             other = f"; or add {flags.to('sharded')} for a directory{renamed}"
         raise UsageError(
-            f"DST names a directory, {target}, and a {spec.layout} {spec.container} checkpoint is one file",
+            f"DST names a directory, {target}, but a {spec.layout} {spec.container} checkpoint is one file",
             next_step=f"give the file a name, for example {name}{other}",
         )
 
@@ -120,14 +120,14 @@ def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> Dec
         _require_ranks(world_size)
     if layout is Layout.FLATTENED and container is not Container.TORCH:
         raise UsageError(
-            f"flattened shards are written as torch files, one per rank, and {flags.container} says {container}",
+            f"flattened shards are written as torch files, one per rank, but {flags.container} is {container}",
             next_step=f"drop {flags.container}",
         )
     refuse_target_options(options, layout=layout, container=container, source_layout=source_layout)
     one_file = layout is Layout.FULL and (container is Container.TORCH or suffix == SAFETENSORS_SUFFIX)
     if one_file and given(options, Scope.SAFETENSORS):
         raise UsageError(
-            f"{flags.max_shard_size} splits the files of a directory, and DST is one file ({suffix})",
+            f"{flags.max_shard_size} splits the files of a directory, but DST is one file ({suffix})",
             next_step=f"drop {flags.max_shard_size}, or give DST a name without a suffix",
         )
     return Decision(layout, container, world_size, options, directory=not one_file)
@@ -186,7 +186,7 @@ def _layout(container: Container, suffix: str, options: ConvertOptions, source_l
         layout = Layout.FULL if suffix in TORCH_SUFFIXES else source_layout
     if layout is not Layout.FULL and suffix in TORCH_SUFFIXES:
         raise UsageError(
-            f"{flags.to(layout)} writes a directory, and DST ends in {suffix}",
+            f"{flags.to(layout)} writes a directory, but DST ends in {suffix}",
             next_step="give DST a name without a suffix",
         )
     return layout

@@ -53,7 +53,7 @@ def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
         )
     if options.placements is not None and not meshes:
         raise UsageError(
-            f"{flags.placements} says how tensors are placed on a mesh, and there is no {flags.mesh}",
+            f"{flags.placements} says how tensors are placed on a mesh, but there is no {flags.mesh}",
             next_step=f"add {flags.mesh('NAME=SIZE,...')}, for example {EXAMPLE_MESH}",
         )
     return meshes
@@ -390,7 +390,7 @@ def _placements_needed_error(
     meant = next(filter(None, (_meant(mesh, before) for before in present)), None) if len(meshes) == 1 else None
     if mesh.names is None and meant is not None:
         return NeedsInformationError(
-            f"{flags.mesh(mesh)} has no names, and the mesh of {source.source} has: {' and '.join(map(str, present))}",
+            f"{flags.mesh(mesh)} has no names, but the mesh of {source.source} has: {' and '.join(map(str, present))}",
             why="placements are by the names of dimensions",
             next_step=f"did you mean {flags.mesh(meant)}?",
         )

@@ -36,7 +36,7 @@ def parse_meshes(texts: Sequence[str]) -> tuple[MeshShape, ...]:
             )
         if len(meshes) > 1 and mesh.names is None:
             raise UsageError(
-                f"{flags.mesh(mesh)} is one of several, and has no names",
+                f"{flags.mesh(mesh)} is one of several, but has no names",
                 why="the names of its dimensions say which tensors are on a mesh",
                 next_step="write NAME=SIZE,... for each",
             )

@@ -45,7 +45,7 @@ def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:
         several = [named for named in checkpoint.named if named.section is section]
         if main is None and several and not holds and (section is Section.MODEL or form.optim is not None):
             raise NeedsInformationError(
-                f"flavor {flavor.name} saves one {what}, and {checkpoint.source} has {len(several)}",
+                f"flavor {flavor.name} saves one {what}, but {checkpoint.source} has {len(several)}",
                 details=[named.label for named in several],
                 file=checkpoint.source,
                 next_step=f"{flags.only(several[0].label)} (one of these); or {flags.flavor('plain')}, which keeps all",

@@ -128,10 +128,10 @@ def _state(directory: DcpDirectory, key: str, tensor: DcpTensor, items: list[Sto
 
 def _refuse(directory: DcpDirectory, key: str, blocks: Blocks, found: str) -> NoReturn:
     raise SourceUnsupportedError(
-        f"{key} is {blocks}, and not all of its shards are whole blocks of that kind",
+        f"{key} is {blocks}, but not all of its shards are whole blocks of that kind",
         key=key,
         file=directory.path,
         expected=f"shards of {blocks.group} rows or a multiple of it",
         found=found,
-        why="only whole blocks have a place in the whole tensor",
+        why="a partial block cannot be placed in the full tensor",
     )

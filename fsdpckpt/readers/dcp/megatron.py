@@ -83,7 +83,7 @@ def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources:
     if backend is None:
         if files.keys() >= _OWN:
             raise SourceIncompleteError(
-                f"{path} has the files of a Megatron checkpoint, and no {_CONFIG}, which names its format",
+                f"{path} has the files of a Megatron checkpoint, but no {_CONFIG}, which names its format",
                 file=f"{path.rstrip('/')}/{_CONFIG}",
                 why="the save or the copy did not finish, or the file was damaged",
                 next_step=f"copy {_CONFIG} again",
@@ -95,7 +95,7 @@ def _claim(path: str, files: Mapping[str, Entry], options: ReadOptions, sources:
             file=f"{path.rstrip('/')}/{_CONFIG}",
             expected="torch_dist",
             found=backend,
-            why="Megatron-core replaced that format by torch_dist",
+            why="Megatron-core replaced that format with torch_dist",
             next_step="load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
         )
 

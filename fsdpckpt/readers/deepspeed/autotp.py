@@ -62,15 +62,15 @@ def shards_of_autotp(directory: str, module: ModuleStates, *, joined: bool = Fal
             unknown.append(f"{name}: {error}")
     if unknown:
         raise SourceUnsupportedError(
-            f"{directory}: nothing says how {len(unknown)} of {len(local)} parameters are cut among "
+            f"{directory}: cannot tell how {len(unknown)} of {len(local)} parameters are split across "
             f"{module.grid.model} tensor-parallel ranks",
             details=unknown,
             most_shown=MAX_NAMES,
             file=module.first.path,
             key=unknown[0].partition(": ")[0],
-            why=f"{MAP_INFO} does not have their blocks, and a guess would give other weights",
-            next_step="gather them in the job that saved it, whose layers know how they are cut, and save them with "
-            "torch.save",
+            why=f"{MAP_INFO} does not describe their blocks, and a wrong guess would give wrong weights",
+            next_step="gather them in the job that saved the checkpoint (its layers know the split), and save them "
+            "with torch.save",
         )
     return shards
 
@@ -169,7 +169,7 @@ def _shard(entry: object, whole: Shape) -> Shard:
     shape = _extents(_field(entry, "shard_shape"))
     entries = _field(entry, "pieces")
     if not isinstance(entries, (list, tuple)) or len(entries) > _MAX_PIECES or len(shape) != len(whole):
-        raise MapError("it has no list of pieces of the parameter's number of dimensions")
+        raise MapError("it has no list of pieces with the dimensions of the parameter")
     pieces = tuple(_piece(each, shape, whole) for each in entries)
     boxes = [piece.shard for piece in pieces if piece.shard.numel]
     # Equal boxes count as replicas there; here each element of the shard is in one piece.
@@ -190,7 +190,7 @@ def _piece(entry: object, shard: Shape, whole: Shape) -> Piece:
     if isinstance(entry, dict) and entry.get("scale", 1.0) != 1.0:
         raise MapError(f"its shards hold a block multiplied by {entry['scale']!r}")
     if len(sizes) != len(whole):
-        raise MapError(f"a piece has {len(sizes)} dimensions, and the parameter {len(whole)}")
+        raise MapError(f"a piece has {len(sizes)} dimensions, but the parameter has {len(whole)}")
     boxes = []
     for side, shape in (("dest", shard), ("source", whole)):
         place = _field(entry, side)
@@ -203,7 +203,7 @@ def _piece(entry: object, shard: Shape, whole: Shape) -> Piece:
 def _box(sizes: Shape, first: object, strides: object, shape: Shape) -> Box:
     """The box of ``shape`` whose first element has the number ``first``. Raises MapError for anything but a box."""
     if not is_count(first) or not isinstance(first, int) or _extents(strides) is None:
-        raise MapError("the place of a piece is no number of elements")
+        raise MapError("the offset of a piece is not a number of elements")
     rows = contiguous_stride(shape)
     own = _extents(strides)
     if not prod(sizes):
@@ -229,8 +229,8 @@ def _field(entry: object, name: str) -> object:
 
 def _extents(value: object) -> Shape:
     if not isinstance(value, (list, tuple)) or len(value) > MAX_DIMENSIONS or not all(map(is_count, value)):
-        raise MapError(f"{value!r} is no shape"[:200])
+        raise MapError(f"{value!r} is not a shape"[:200])
     shape = tuple(map(int, value))
     if prod(shape) >= MAX_ELEMENTS:
-        raise MapError(f"{list(shape)} is no shape")
+        raise MapError(f"{list(shape)} is not a shape")
     return shape

@@ -103,7 +103,7 @@ def _prefix(number: int, keys: Collection[str], known: Collection[str], path: st
     fitting = [prefix for prefix in prefixes if any(f"{prefix}.{key}" in known for key in keys)]
     if len(fitting) != 1 and keys:
         raise SourceUnsupportedError(
-            f"{file_name(path)}: cannot tell what the module calls this layer of a pipeline",
+            f"{file_name(path)}: cannot tell what the module calls this pipeline layer",
             details=fitting,
             file=path,
             expected=f"its parameters among those of the optimizer, as {number}.<name> or {_TIED}.<key>.<name>",

@@ -98,7 +98,7 @@ def patterns_of(info: Mapping[Key, object]) -> Patterns:
         patterns = entry.get("patterns") if isinstance(entry, dict) else None
         dim = entry.get("partition_dim") if isinstance(entry, dict) else None
         if not isinstance(patterns, (list, tuple)) or not isinstance(widths, dict) or type(dim) is not int or dim < 0:
-            raise MapError(f"its {_FUSED} are no parts of parameters")
+            raise MapError(f"its {_FUSED} do not list parts of parameters")
         for pattern in patterns:
             fused[_name(pattern, _FUSED)] = (dim, _widths(widths.get(pattern)))
     names = [_names(info, key) for key in (_REPLICATED, _ROW, _VOCABULARY)]
@@ -108,7 +108,7 @@ def patterns_of(info: Mapping[Key, object]) -> Patterns:
 def _names(info: Mapping[Key, object], key: str) -> frozenset[str]:
     patterns = info.get(key) or []
     if not isinstance(patterns, (list, tuple)):
-        raise MapError(f"its {key} are no list")
+        raise MapError(f"its {key} are not a list")
     return frozenset(_name(pattern, key) for pattern in patterns)
 
 

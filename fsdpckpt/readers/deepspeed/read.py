@@ -108,8 +108,8 @@ def read_zero(
         raise SourceIncompleteError(
             f"{directory}: the files of a pipeline's layers are missing",
             file=f"{directory.rstrip('/')}/layer_00-model_states.pt",
-            why="the module states say nothing of the module, as those of a pipeline: its layers have files of their "
-            "own, which the copy left out",
+            why="the module states have no parameters, as in a pipeline: its layers are in separate files, which were "
+            "not copied",
             next_step="copy all layer_*-model_states.pt into the directory",
         )
     if layers:
@@ -168,7 +168,7 @@ def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) ->
         raise SourceUnsupportedError(
             f"{step} was saved with the optimizer on NVMe: its weights and states are in swap files",
             file=directory,
-            why="with offload_optimizer to nvme only DeepSpeed knows which parameter is where in them",
+            why="only DeepSpeed knows where in these files each parameter is (offload_optimizer to nvme)",
             next_step="load it with DeepSpeed as it was saved, collect all with safe_get_full_fp32_param and "
             "safe_get_full_optimizer_state, and save that with torch.save; or save with offload_optimizer to cpu",
         )
@@ -261,7 +261,7 @@ class _Step:
             raise SourceIncompleteError(
                 f"{self.directory}: the files of its experts are missing",
                 file=f"{self.directory.rstrip('/')}/layer_0_expert_0_mp_rank_00_model_states.pt",
-                why=f"{ranks[0].file.path} has a param group of experts (moe), and each expert a file of its own",
+                why=f"{ranks[0].file.path} has a param group of experts (moe), and each expert is in a separate file",
                 next_step="copy all layer_*_expert_*_model_states.pt into the directory",
             )
         columns = self._expert_columns(ranks, self.experts) if self.experts is not None else []
@@ -498,7 +498,7 @@ class _Step:
                 continue  # all parameters of the flat tensor share it
             if leaf.shape not in lengths:
                 raise SourceUnsupportedError(
-                    f"{path}: the state {key!s} is not cut as the weights are",
+                    f"{path}: the state {key!s} is not split like the weights",
                     file=path,
                     key=str(key),
                     rank=rank.file.rank,

@@ -87,7 +87,7 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
         raise SourceIncompleteError(
             f"{path} has only the weights and states of a DeepSpeed universal checkpoint",
             file=path,
-            why="which parameters and buffers there are is in the files of module states, one directory up",
+            why="the parameters and buffers are listed in the module states, one directory up",
             next_step=f"give {above or '..'}",
         )
     if any(_OPTIM.match(name) for name in files):

@@ -38,7 +38,7 @@ def require_one_save(directory: str, files: Mapping[str, str]) -> None:
         saves.setdefault(how, []).append(name)
     if len(saves) > 1:
         raise SourceCorruptError(
-            f"{directory} holds the files of {len(saves)} saves of DeepSpeed",
+            f"{directory} contains the files of {len(saves)} DeepSpeed saves",
             details=[f"saved {how}: {_joined(names)}" for how, names in saves.items()],
             file=directory,
             why="an earlier save left files behind, or not all files of the last one were written or copied",
@@ -120,7 +120,7 @@ def unsupported(
         file=f"{path.rstrip('/')}/{names[0]}",
         expected=expected,
         found=found,
-        why="how the tensors of these files belong together is in the code of the model, not in the files",
+        why="how to join the tensors of these files is defined in the model's code, not in the files",
         next_step="convert it with the model's own script (convert_*.py of the trainer)",
     )
 

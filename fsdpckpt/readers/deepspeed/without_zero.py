@@ -59,7 +59,7 @@ def read_without_zero(
     if has_optimizer:
         message = (
             f"the optimizers of {directory} number their parameters, and each expert-parallel rank counts its own "
-            "experts: nothing says which parameter a state is of. ZeRO 1 saves their names"
+            "experts: it is not recorded which parameter a state belongs to. ZeRO 1 saves their names"
         )
         tree.problems.append(Problem("parameter-order", message, file=path, section=Section.OPTIM))
     return tree

@@ -206,7 +206,7 @@ class _Iteration:
             details=details,
             most_shown=_MAX_SHOWN,
             file=self.files[0].archive.path,
-            why="each file contains plain tensors, and how these go together is in the model's code, not in the files",
+            why="each file contains plain tensors; how to join them is defined in the model's code, not in the files",
             next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
         )
 
@@ -233,8 +233,8 @@ class _Iteration:
             f"{name!s}: rank 0 has no such entry" for model in models for name in model if name not in models[0]
         ]
         if unknown:
-            what = f"{self.directory}: nothing says how {plural(len(unknown), 'parameter')} of {len(models)} "
-            raise self._refused(f"{what}tensor-parallel ranks {'is' if len(unknown) == 1 else 'are'} cut", unknown)
+            what = f"{self.directory}: cannot tell how {plural(len(unknown), 'parameter')} of {len(models)} "
+            raise self._refused(f"{what}tensor-parallel ranks {'is' if len(unknown) == 1 else 'are'} split", unknown)
         return shards
 
     # The optimizer
@@ -281,7 +281,7 @@ class _Iteration:
             names = self._names_on(file, optimizer, model, parameters)
             if names is None or (proved is not None and names != proved):
                 message = (
-                    f"nothing says which parameter each state of the optimizer in {file.archive.path} is: its float32 "
+                    f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: its float32 "
                     f"weights ({_MASTERS}) do not tell them apart. Save it with --ckpt-format torch_dist"
                 )
                 problems.append(Problem("parameter-order", message, file=file.archive.path, section=Section.OPTIM))
@@ -371,7 +371,7 @@ class _Iteration:
         self, file: RankFile, name: str, state: str, leaf: StoredTensor, shape: tuple[int, ...]
     ) -> SourceUnsupportedError:
         return SourceUnsupportedError(
-            f"{file.archive.path}: the state {state} of {name} is not cut as the weight is",
+            f"{file.archive.path}: the state {state} of {name} is not split like the weight",
             file=file.archive.path,
             key=name,
             rank=file.rank,

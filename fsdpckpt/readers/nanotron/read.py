@@ -338,7 +338,7 @@ class _Optimizer:
         expected = (count,) if flat else piece.shape
         if leaf.shape != expected:
             raise SourceUnsupportedError(
-                f"{file.path}: the state {state} of {name} is not cut as the weight is",
+                f"{file.path}: the state {state} of {name} is not split like the weight",
                 file=file.path,
                 key=name,
                 expected=shape_text(expected),

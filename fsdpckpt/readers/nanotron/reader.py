@@ -124,7 +124,7 @@ def _states(directory: str, sources: Sources) -> list[StateFile]:
     _require_none_missing(directory, missing)
     if len(sizes) > 1:
         raise SourceIncompleteError(
-            f"{directory}/{_OPTIMIZER} has files of {len(sizes)} numbers of ranks",
+            f"{directory}/{_OPTIMIZER} has files for {len(sizes)} different numbers of ranks",
             details=sorted(file.path for file in found)[:8],
             file=f"{directory}/{_OPTIMIZER}",
             why="files of two saves are in one directory",
@@ -161,7 +161,7 @@ def _require_none_missing(directory: str, missing: list[str]) -> None:
         verb = "is" if len(missing) == 1 else "are"
         least = "at least " if len(missing) == _MOST_MISSING else ""
         raise SourceIncompleteError(
-            f"{directory}: {least}{plural(len(missing), 'file')} that the names of others count {verb} missing",
+            f"{directory}: {least}{plural(len(missing), 'file')} {verb} missing, by the numbers in the other names",
             details=missing,
             files=missing,
             file=f"{directory}/{missing[0]}",

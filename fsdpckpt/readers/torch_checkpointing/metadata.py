@@ -277,7 +277,7 @@ class _Parser:
             key=key,
             expected=f"{OF_DTENSOR} or default_tensor_v1",
             found=truncate(kind),
-            why="the job has a resharder of its own",
+            why="the job uses its own resharder",
             next_step=f"save this item as DTensors, or leave its files out with {flags.ignore_file('GLOB')}",
         )
 

@@ -216,7 +216,7 @@ class RankMerge:
             return
         wrong = by_cuts.get(frozenset()) or min(by_cuts.values(), key=len)
         ranks = self._ranks_of(wrong)
-        message = f"{dotted(path)} is empty on {_ranks_text(ranks)}, in another shape than FSDP2 or DTensor gives it"
+        message = f"{dotted(path)} is empty on {_ranks_text(ranks)}, with another shape than FSDP2 or DTensor gives it"
         message += ": load_state_dict refuses it there"
         problem = Problem("local-shape", message, fatal=False, key=dotted(path), rank=ranks[0], loads=False)
         self.problems.append(problem)

@@ -129,7 +129,7 @@ def test_dcp_has_the_items_of_both_meshes(
     ("meshes", "rules", "message"),
     [
         (("fsdp=8", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)"}}, "fsdp=8' has 8 ranks, and mesh='efsdp=2,ep=2' has 4"),
-        (("4", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)"}}, "mesh='4' is one of several, and has no names"),
+        (("4", "efsdp=2,ep=2"), {"*": {"fsdp": "Shard(0)"}}, "mesh='4' is one of several, but has no names"),
         (("a=2,b=2", "b=1,a=4"), {"*": {"a": "Shard(0)"}}, "two meshes have the dimensions a, b"),
         (
             ("fsdp=4", "efsdp=2,ep=2"),
