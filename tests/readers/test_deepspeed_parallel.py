@@ -108,7 +108,7 @@ def test_a_buffer_of_a_pipeline_that_no_layer_has_is_missing(runs: Path, tmp_pat
     content = torch.load(file)
     del content["count"]
     torch.save(content, file)
-    with pytest.raises(SourceIncompleteError, match=r"1 entry that no file of a layer holds: 4\.count"):
+    with pytest.raises(SourceIncompleteError, match=r"1 entry that no file of a layer contains\n  - 4\.count"):
         opened(copied)
 
 
