@@ -100,7 +100,7 @@ def test_the_states_of_several_optimizers_fold_like_those_of_one(
         assert [row.split()[0] for row in rows] == [f"{name}.*.step", f"{name}.*.{{exp_avg,exp_avg_sq}}"], rows
 
 
-def test_the_states_of_ids_keep_their_sizes(screen: Callable[..., str], two: Path) -> None:
+def test_ids_keep_their_sizes(screen: Callable[..., str], two: Path) -> None:
     """Two models, and ids: nothing shows here which parameter is which."""
     rows = [line.split()[:2] for line in screen("inspect", two).splitlines() if line.startswith("critic_opt.")]
     assert rows[0] == ["critic_opt.{0..5}.step", "x6"]

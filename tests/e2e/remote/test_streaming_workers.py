@@ -27,7 +27,7 @@ from tests.oracle.forked import ROOT, Program
 LIMIT = 120.0  # seconds; 5 on two idle cores
 
 
-def started(*arguments: object, disks: Mapping[str, list[Path]], limit: int = 4) -> list[Program]:
+def started(*arguments: object, disks: Mapping[str, list[Path]], limit: int = 10) -> list[Program]:
     """Two workers, each on a machine of its own: of the two directories of each path in ``disks`` each sees one."""
     command = ["-m", "fsdpckpt", "convert", *map(str, arguments), "--json", "--quiet", "--fault-limit", str(limit)]
     programs = []
