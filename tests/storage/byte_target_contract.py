@@ -193,7 +193,6 @@ class UploadedFile(StagedFile):
     def commit(self) -> None:
         self._file.commit()
         remote = open_target(self.path, "/no/source", state=TargetState.ABSENT)
-        remote.send(
-            {"": self._file.path}, UploadOptions(PART, lambda _: None, lambda *_: False, lambda *_: None, check=None)
-        )
+        options = UploadOptions(PART, lambda _: None, lambda *_: False, lambda *_: None, None, lambda: None)
+        remote.send({"": self._file.path}, options)
         self.close()

@@ -121,7 +121,7 @@ def test_a_store_without_parts_keeps_nothing_of_an_upload_that_failed(
 
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFile", Failing)
     remote = open_target("memory://runs/file", "", state=TargetState.ABSENT)
-    options = UploadOptions(PART, lambda _: None, lambda *_: False, lambda *_: None, None)
+    options = UploadOptions(PART, lambda _: None, lambda *_: False, lambda *_: None, None, lambda: None)
     if failures < ATTEMPTS:
         remote.send({"": str(tmp_path / "file")}, options)
         assert remote.filesystem.cat_file("/runs/file") == (tmp_path / "file").read_bytes()
