@@ -29,7 +29,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.counters import RANKS, counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
-from fsdpckpt.readers.recorded_parts import parallel_sizes
+from fsdpckpt.readers.recorded_parts import deepspeed_ranks, parallel_sizes
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural, plural, some_of
@@ -120,6 +120,15 @@ def _refuse_recorded_part(part: ReadPart) -> None:
     root = part.tree.root
     if part.tree.container != Container.TORCH or part.tree.layout is not Layout.FULL or not isinstance(root, dict):
         return
+    ranks = deepspeed_ranks(root)
+    if ranks > 1:
+        raise SourceIncompleteError(
+            f"{part.label} is one part of a DeepSpeed checkpoint of {ranks} tensor-parallel ranks",
+            details=[f"its mp_world_size is {ranks}"],
+            file=part.label,
+            why="the parameters are divided among the files of all ranks",
+            next_step="give the directory with the files of all ranks",
+        )
     sizes = parallel_sizes(root, part.label)
     if sizes:
         raise SourceUnsupportedError(

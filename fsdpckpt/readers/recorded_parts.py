@@ -1,4 +1,4 @@
-"""Tells one part of a Megatron-LM model from a whole one by the arguments of the run, which both have.
+"""Tells one part of a model from a whole one by what Megatron-LM and DeepSpeed record in both.
 
 The arguments (``args``) say how the job was parallel. A file of the torch format has one rank's part; what was joined
 since has the same arguments, and whole parameters, whose shapes are those that the arguments say.
@@ -13,6 +13,8 @@ from math import prod
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 
+_DEEPSPEED_RANKS = "mp_world_size"
+_DEEPSPEED_KEYS = frozenset({"module", "dp_world_size"})
 _ARGUMENTS = "args"
 _FILE = re.compile(r"(?:^|/)(?:mp_rank_\d+[^/]*/[^/]+|model_optim_rng\.pt)$")  # what one rank's is called
 _TENSOR, _PIPELINE, _EXPERTS = (
@@ -46,6 +48,15 @@ def parallel_sizes(root: Mapping[Key, Value], path: str) -> dict[str, int]:
         return {}
     proofs = {_TENSOR: _words_are_whole, _PIPELINE: _layers_are_whole, _EXPERTS: _experts_are_whole}
     return {name: size for name, size in sizes.items() if not proofs[name](shapes, arguments)}
+
+
+def deepspeed_ranks(root: Mapping[Key, Value]) -> int:
+    """Of how many tensor-parallel ranks' module states ``root``, the content of one file, is a part; 1 for a whole one.
+
+    DeepSpeed records it in each (``_save_checkpoint`` of ``deepspeed/runtime/engine.py``).
+    """
+    ranks = root.get(_DEEPSPEED_RANKS)
+    return ranks if type(ranks) is int and root.keys() >= _DEEPSPEED_KEYS else 1
 
 
 def _shapes(value: Value, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -464,3 +464,22 @@ def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
     name = "mp_rank_01_model_states.pt"
     content = {key: job.files[name][key] for key in ("param_shapes", "universal_checkpoint_info")}
     assert refusals({name: {**content, "module": {"mask": torch.ones(2)}}}, tmp_path, seed=3) > 30
+
+
+@pytest.mark.parametrize("present", ["00", "01"])
+def test_one_tensor_parallel_rank_is_never_the_whole(present: str, runs: Path, tmp_path: Path) -> None:
+    """Not with its optimizer's files, and not the file of module states alone, which is no way out either."""
+    rank = shutil.copytree(runs / "autotp-zero1" / "global_step3", tmp_path / "rank")
+    for file in rank.iterdir():
+        if f"mp_rank_{present}" not in file.name:
+            file.unlink()
+    with pytest.raises(SourceIncompleteError, match="3 files of the DeepSpeed checkpoint are missing") as raised:
+        fsdpckpt.convert(str(rank), str(tmp_path / "full.pt"))
+    assert "only" not in str(raised.value.next_step)
+    alone = tmp_path / "mp_rank_00_model_states.pt"
+    shutil.copy(rank / f"mp_rank_{present}_model_states.pt", alone)
+    for source in (alone, tmp_path / "other"):
+        with pytest.raises(SourceIncompleteError, match="is one part of a DeepSpeed checkpoint of 2"):
+            fsdpckpt.convert(str(source), str(tmp_path / "full.pt"), only="model")
+        (tmp_path / "other").mkdir(exist_ok=True)
+        shutil.copy(alone, tmp_path / "other")

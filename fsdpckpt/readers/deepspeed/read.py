@@ -93,14 +93,16 @@ def read_zero(
     require_same(directory, [*optim, *module], lambda file: ZERO_3 if stage_3[file.path] else ZERO_1_OR_2)
     ranks = require_one_run(directory, [*optim, *module])
     partitioned = stage_3[optim[0].path]
+    model_ranks = model_ranks_of(module)
+    alone = not partitioned and model_ranks == 1 and optim_paths.keys() == {0} == model_paths.keys()
     grid = required_grid(
         directory,
         optim_paths,
         model_paths,
         per_rank=partitioned,
         world_size=min(ranks, _MAX_RANKS),
-        model_ranks=model_ranks_of(module),
-        whole_module=not partitioned and len(optim_paths) == 1 and bool(module) and bool(module[0].root.get("module")),
+        model_ranks=model_ranks,
+        whole_module=alone and bool(module[0].root.get("module")),
     )
     _require_in_files(directory, optim, sources)
     states = ModuleStates(module, partitioned, RankGrid(*grid))
