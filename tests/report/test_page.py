@@ -353,3 +353,27 @@ def test_every_cell_says_what_it_is_on_a_narrow_screen(trained: Path) -> None:
     cells = [attributes for tag, attributes in Elements(html).tags if tag == "td"]
     assert cells
     assert all(attributes.get("data-label") for attributes in cells)
+
+
+def _luminance(colour: str) -> float:
+    """Of ``#rrggbb``, as WCAG 2 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_text_can_be_read_on_every_ground_in_both_schemes_and_paper_has_the_light_one() -> None:
+    style = hostile_page().partition("</style>")[0]
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", part))
+        for part in style.partition("prefers-color-scheme: dark")[::2]
+    )
+    for scheme in (light, dark):
+        pairs = [(text, ground) for text in ("text", "quiet") for ground in ("ground", "panel")]
+        pairs += [("text", ground) for ground in ("module0", "module1", "tensor", "badground", "barground")]
+        pairs += [("bad", "badground"), ("ground", "hue")]
+        for text, ground in pairs:
+            lighter, darker = sorted((_luminance(scheme[text]), _luminance(scheme[ground])), reverse=True)
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, f"{text} {scheme[text]} on {ground} {scheme[ground]}"
+    assert "@media screen and (prefers-color-scheme: dark)" in style
+    assert "@media print { :root { color-scheme: light" in style
