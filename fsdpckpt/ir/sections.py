@@ -7,13 +7,14 @@ it among the extras (``in_extras``), under the keys that it had in the source.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection
 from fsdpckpt.ir.names import clean, without_module
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.values import Key, Value, like
+from fsdpckpt.ir.values import Key, Value, leaf_tensors, like
 
 # What says only that something is a model or an optimizer, not which one.
 _KINDS = frozenset({
@@ -85,7 +86,8 @@ def _beside(checkpoint: Checkpoint, model: ModelState | None, optim: Optimizer |
 
 def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | None:
     """The model that ``optimizer`` updates: the only one, else the one that has all of its names, or a key in common
-    with its path (``critic`` and ``critic_optimizer``), or its number; else the main one, None without any.
+    with its path (``critic`` and ``critic_optimizer``), or its number; else the main one, None without any or where
+    its ids fit another one as well.
     """
     others = [named for named in checkpoint.named if isinstance(named.content, ModelState)]
     models = [(), *(named.path for named in others)]
@@ -101,10 +103,34 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
         near = [each for each in candidates if _alike(each[0], optimizer.path)]
         near = [each for each in near if not any(_is_more_exact(path, each[0]) for path, _ in near)]
         numbered = [each for each in candidates if _number(each[0]) == _number(optimizer.path) is not None]
-        candidates = next(
-            (found for found in (near, numbered) if len(found) == 1), [each for each in candidates if not each[0]]
-        )
+        main = [each for each in candidates if not each[0]]
+        if main and _may_update_another(checkpoint, optimizer, main[0][1]):
+            main = []
+        candidates = next((found for found in (near, numbered) if len(found) == 1), main)
     return candidates[0][1] if candidates else None
+
+
+def _may_update_another(checkpoint: Checkpoint, optimizer: NamedSection, main: ModelState) -> bool:
+    """Whether ``optimizer``, whose keys and ids name no model, may be that of another one than ``main``: it has states
+    in the shapes of all parameters of that one, which the keys of no optimizer name.
+    """
+    optim = optimizer.content
+    if not isinstance(optim, Optimizer) or optim.key_type == "name" or all(key in _KINDS for key in optimizer.path):
+        return False
+    of_optimizers = [named.path for named in checkpoint.named if isinstance(named.content, Optimizer)]
+    names, shapes = set(map(clean, main.params)), Counter(map(_largest_shape, optim.state.values()))
+    for named in checkpoint.named:
+        other = named.content
+        if not isinstance(other, ModelState) or any(_alike(named.path, path) for path in of_optimizers):
+            continue
+        if set(map(clean, other.params)) != names and Counter(map(_largest_shape, other.params.values())) == shapes:
+            return True
+    return False
+
+
+def _largest_shape(value: Value) -> tuple[int, ...]:
+    """The shape of a parameter, or that of its states: a step has no dimensions."""
+    return max((leaf.shape for _, leaf in leaf_tensors(value)), key=len, default=())
 
 
 def _are_names_of(keys: Sequence[str], names: Sequence[str]) -> bool:

@@ -182,6 +182,24 @@ def test_an_optimizer_is_that_of_the_model_whose_words_it_has(pairs: dict[str, s
     assert {key: found[key]["param_groups"][0]["params"] for key in names} == names
 
 
+def test_ids_that_fit_the_main_model_and_another_one_are_asked_about(tmp_path: Path) -> None:
+    """An average has the names of the main model: there it makes no difference."""
+    nets = [torch.nn.ModuleDict({name: torch.nn.Linear(3, 2)}) for name in ("first", "second")]
+    optimizers = [torch.optim.AdamW(net.parameters()) for net in nets]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        for param in net.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    (main, other), (optimizer, second) = (net.state_dict() for net in nets), (each.state_dict() for each in optimizers)
+    content = {"model": main, "optimizer": optimizer, "critic": other, "opt_c": second}
+    torch.save(content, tmp_path / "source.pt")
+    with pytest.raises(NeedsInformationError, match=r"optim:opt_c: nothing in .* maps optimizer ids"):
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out.pt", key_type="name")
+    torch.save({**content, "critic": main}, tmp_path / "source.pt")
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out.pt", key_type="name")
+    assert list(loaded(tmp_path / "out.pt")["opt_c"]["state"]) == list(main)
+
+
 def test_a_typing_error_is_refused_also_where_another_option_leaves_sections_out(tmp_path: Path) -> None:
     source, _ = models(tmp_path, "torch")
     one: dict[str, Any] = {"include": ["generator_ema.*"]}  # nothing is left of the other sections
