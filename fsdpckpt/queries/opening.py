@@ -66,7 +66,7 @@ def by_name(
     is ``planned`` with them.
     """
     given = knowledge_of(options)
-    if checkpoint.layout is not Layout.FLATTENED and checkpoint.units is None and not given:
+    if checkpoint.layout is not Layout.FLATTENED and not _has_units(checkpoint) and not given:
         return checkpoint
     from fsdpckpt.flat.logical import logical  # takes time, and most checkpoints need none of it
 
@@ -75,6 +75,11 @@ def by_name(
         return named
     (read,), unused = _with_buffers([checkpoint], given, needed=planned)
     return read.noted(*(Note("unused", message, for_verify=True) for message in unused))
+
+
+def _has_units(checkpoint: Checkpoint) -> bool:
+    """Whether units say how to read it, or one of several sections: on one rank nothing shows that it is flattened."""
+    return checkpoint.units is not None or any(named.units is not None for named in checkpoint.named)
 
 
 def _with_buffers(
@@ -101,7 +106,7 @@ def both_by_name(
     """Both sides of a comparison with flattened shards by name: each is help for the other. Also returns what
     ``_with_buffers`` does.
     """
-    flattened = any(each.layout is Layout.FLATTENED or each.units is not None for each in (a, b))
+    flattened = any(each.layout is Layout.FLATTENED or _has_units(each) for each in (a, b))
     if not flattened and not knowledge_of(options):
         return [a, b], []
     from fsdpckpt.flat.logical import logical, require_comparable  # as in ``by_name``

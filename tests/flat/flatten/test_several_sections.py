@@ -342,6 +342,15 @@ def test_an_average_of_weights_stays_whole(full: Full, tmp_path: Path) -> None:
     assert "_flat_param" in written(tmp_path / "ema", 0, 2, ("model",))
 
 
+def test_on_one_rank_the_recorded_units_say_that_sections_are_flattened(full: Full, tmp_path: Path) -> None:
+    """Nothing else does: each slice is all of its flat parameter."""
+    options: dict[str, Any] = {**FLAT, "world_size": 1, "use_orig_params": False, "key_type": "id"}
+    fsdpckpt.convert(full(several_models), tmp_path / "flat", unit=["blocks.*"], **options)
+    assert fsdpckpt.diff(full(several_models), tmp_path / "flat").same
+    assert fsdpckpt.verify(tmp_path / "flat").whole
+    assert "critic_optimizer.head.weight.exp_avg" in set(fsdpckpt.open(tmp_path / "flat"))
+
+
 def test_units_are_given_for_each_model(full: Full, tmp_path: Path) -> None:
     source = full(several_models)
     fsdpckpt.convert(source, tmp_path / "flat", unit=["generator.blocks.1", "critic.none"], **FLAT)
