@@ -118,19 +118,23 @@ def _may_update_another(checkpoint: Checkpoint, optimizer: NamedSection, main: M
     if not isinstance(optim, Optimizer) or optim.key_type == "name" or all(key in _KINDS for key in optimizer.path):
         return False
     of_optimizers = [named.path for named in checkpoint.named if isinstance(named.content, Optimizer)]
-    names, shapes = set(map(clean, main.params)), Counter(map(_largest_shape, optim.state.values()))
+    names, shapes = (
+        set(map(clean, main.params)),
+        Counter(_largest_shape(each.values()) for each in optim.state.values()),
+    )
     for named in checkpoint.named:
         other = named.content
         if not isinstance(other, ModelState) or any(_alike(named.path, path) for path in of_optimizers):
             continue
-        if set(map(clean, other.params)) != names and Counter(map(_largest_shape, other.params.values())) == shapes:
+        fits = Counter(_largest_shape([leaf]) for leaf in other.params.values()) == shapes
+        if fits and set(map(clean, other.params)) != names:
             return True
     return False
 
 
-def _largest_shape(value: Value) -> tuple[int, ...]:
+def _largest_shape(values: Iterable[Value]) -> tuple[int, ...]:
     """The shape of a parameter, or that of its states: a step has no dimensions."""
-    return max((leaf.shape for _, leaf in leaf_tensors(value)), key=len, default=())
+    return max((leaf.shape for value in values for _, leaf in leaf_tensors(value)), key=len, default=())
 
 
 def _are_names_of(keys: Sequence[str], names: Sequence[str]) -> bool:
