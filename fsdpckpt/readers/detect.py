@@ -36,7 +36,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import gc_paused
 from fsdpckpt.readers.account import METADATA, AccountBook
-from fsdpckpt.readers.candidates import refuse_directories_of_ranks
+from fsdpckpt.readers.candidates import refuse_directories_of_ranks, several_checkpoints
 from fsdpckpt.readers.join import join, without_exports
 from fsdpckpt.readers.manifest import (
     FoundUnits,
@@ -59,6 +59,8 @@ from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources, relative_path
 from fsdpckpt.text import bytes_text, some_of
 
+# A checkpoint in parts has directories for the model, the optimizer, data loaders, samplers, hardly for more.
+_MAX_DIRECTORIES = 6
 _LEFT_OUT = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)  # of a file beside the checkpoint
 
 
@@ -235,6 +237,9 @@ class _Opening:
     def _read_parts(self, found: Found) -> list[ReadPart]:
         """Read every part. Leaves out what cannot be read of the section that was not asked for, which the other one
         never needs, and a file beside the checkpoint (a training script's classes).
+
+        An error among many directories side by side means that they are several checkpoints, of which maybe none can be
+        read (else ``unread`` tells).
         """
         read: list[ReadPart] = []
         refused: list[FsdpckptError] = []
@@ -246,6 +251,8 @@ class _Opening:
                 unasked = self._is_of_other_section(part)
                 if isinstance(error, SourceIncompleteError) and error.rank is not None:
                     refuse_directories_of_ranks(found.path, [each.label for each in found.parts])
+                if not unasked and not part.optional and len(found.below) > _MAX_DIRECTORIES:
+                    raise several_checkpoints(found.path, found.below, self.sources) from None
                 if not unasked and not (part.optional and isinstance(error, _LEFT_OUT)):
                     raise
                 for path in (part.label, *paths_in(self.files.files()[count:])):
