@@ -567,7 +567,7 @@ def test_an_upload_that_was_interrupted_deletes_nothing_that_came_since(
 
     fsdpckpt.convert(source, "memory://bucket/run", to="sharded", world_size=3)
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(RemoteTarget, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        broken.setattr(RemoteTarget, "finish", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         convert(overwrite=True)
     store.pipe_file("/bucket/run/notes.txt", b"mine")
     before = objects(store)
