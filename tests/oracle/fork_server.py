@@ -117,6 +117,7 @@ def become(
     os.closerange(3, 1 << 12)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # what the server found, which TMPDIR in this environment may not be
     if directory is not None:
         os.chdir(directory)
     paths = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
