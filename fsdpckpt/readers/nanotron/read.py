@@ -24,6 +24,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes
+from fsdpckpt.readers.model_shards import Piece, Shard
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, PartContents, build_tensors
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -66,23 +67,7 @@ class StateFile:
     dp_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """A box of a rank's tensor, and the one of the whole tensor that it is."""
-
-    local: Box
-    whole: Box
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One rank's part of a parameter, of ``shape``."""
-
-    shape: tuple[int, ...]
-    pairs: tuple[_Pair, ...]
-
-
-_NUMBER = _Piece((), (_Pair(Box.whole(()), Box.whole(())),))  # a step, which every rank has whole
+_NUMBER = Shard.of_whole(())  # a step, which every rank has whole
 
 
 @dataclass(slots=True)
@@ -96,18 +81,18 @@ class _Rows:
     size: list[tuple[int, ...]] = field(default_factory=list)
     stride: list[tuple[int, ...]] = field(default_factory=list)
 
-    def add(self, rank: int, file: int, at: int, itemsize: int, piece: _Piece, held: Iterable[Box], first: int) -> None:
+    def add(self, rank: int, file: int, at: int, itemsize: int, shard: Shard, held: Iterable[Box], first: int) -> None:
         """Add what ``held``, boxes of a rank's tensor, are of the whole one. ``at``: the byte of its element number
         ``first``.
         """
-        stride = contiguous_stride(piece.shape)
+        stride = contiguous_stride(shard.shape)
         for box in held:
-            for pair in piece.pairs:
-                common = _common(box, pair.local)
+            for piece in shard.pieces:
+                common = _common(box, piece.shard)
                 if common is None:
                     continue
                 element = sum(start * step for start, step in zip(common.offsets, stride, strict=True)) - first
-                moved = zip(pair.whole.offsets, common.offsets, pair.local.offsets, strict=True)
+                moved = zip(piece.whole.offsets, common.offsets, piece.shard.offsets, strict=True)
                 self.rank.append(rank)
                 self.file.append(file)
                 self.offset.append(at + element * itemsize)
@@ -126,19 +111,19 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Parameter:
-    """``pieces``: by rank; under None the whole, if it is not cut."""
+    """``shards``: by rank; under None the whole, if it is not cut."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    pieces: dict[Place | None, _Piece] = field(default_factory=dict)
+    shards: dict[Place | None, Shard] = field(default_factory=dict)
     rows: _Rows = field(default_factory=_Rows)
 
-    def piece_of(self, place: Place) -> _Piece | None:
+    def shard_of(self, place: Place) -> Shard | None:
         """What ``place`` has of it; None if it has none."""
         for at in (place, Place(place.pp, place.tp, None), None):
-            if at in self.pieces:
-                return self.pieces[at]
+            if at in self.shards:
+                return self.shards[at]
         return None
 
 
@@ -209,7 +194,7 @@ def _read_weights(
             raise damaged(
                 file.path, f"it holds no tensor {_DATA} of a nanotron parameter alone", found=found, why=_MIXED
             )
-        shape, piece = _piece(file, stored, header.metadata)
+        shape, shard = _shard(file, stored, header.metadata)
         known = parameters.setdefault(file.name, _Parameter(file.name, stored.dtype, shape))
         if (known.dtype, known.shape) != (stored.dtype, shape):
             raise _contradiction(
@@ -218,35 +203,34 @@ def _read_weights(
                 f"{stored.dtype.name} {shape_text(shape)}",
             )
         number = table.add(file.path, source.nbytes)
-        known.pieces[file.place] = piece
-        whole = [Box.whole(piece.shape)]
-        known.rows.add(ranks.number(file.place), number, stored.offset, stored.dtype.itemsize, piece, whole, 0)
+        known.shards[file.place] = shard
+        whole = [Box.whole(shard.shape)]
+        known.rows.add(ranks.number(file.place), number, stored.offset, stored.dtype.itemsize, shard, whole, 0)
     return parameters
 
 
-def _piece(file: WeightFile, stored: HeaderTensor, metadata: Mapping[str, str]) -> tuple[tuple[int, ...], _Piece]:
+def _shard(file: WeightFile, stored: HeaderTensor, metadata: Mapping[str, str]) -> tuple[tuple[int, ...], Shard]:
     """The shape of the whole parameter, and what the file has of it. Raises SourceCorruptError."""
     if file.place is None:
-        whole = Box.whole(stored.shape)
-        return stored.shape, _Piece(stored.shape, (_Pair(whole, whole),))
+        return stored.shape, Shard.of_whole(stored.shape)
     try:
         shape = tuple(_extent(each) for each in metadata[_SHAPE].strip("()").split(",") if each.strip())
         texts = metadata[_SLICES].split(";")
         if len(texts) > _MAX_SLICES or len(shape) != len(stored.shape):
             raise ValueError(f"{len(texts)} slices of {len(shape)} dimensions")
-        pairs = []
+        pieces = []
         for text in texts:
             of_rank, of_all = text.split("#")
-            pair = _Pair(_box(of_rank, stored.shape), _box(of_all, shape))
-            if pair.local.sizes != pair.whole.sizes:
+            piece = Piece(_box(of_rank, stored.shape), _box(of_all, shape))
+            if piece.shard.sizes != piece.whole.sizes:
                 raise ValueError(text)
-            pairs.append(pair)
+            pieces.append(piece)
     except (KeyError, ValueError) as error:
         what = f"its header does not say which slices of {file.name} it holds"
         raise damaged(
             file.path, what, found=f"{type(error).__name__}: {error}"[:200], key=file.name, why=_MIXED
         ) from None
-    return shape, _Piece(stored.shape, tuple(pairs))
+    return shape, Shard(stored.shape, tuple(pieces))
 
 
 def _extent(text: str) -> int:
@@ -318,8 +302,8 @@ class _Optimizer:
 
     def _add_state(self, file: StateFile, number: int, name: str, state: str, leaf: object) -> None:
         parameter = self._parameters.get(name)
-        piece = parameter.piece_of(file.place) if parameter is not None else None
-        if parameter is None or piece is None:
+        shard = parameter.shard_of(file.place) if parameter is not None else None
+        if parameter is None or shard is None:
             self._unknown[name] = None  # tied to a parameter that is saved under another name
             return
         if not isinstance(leaf, StoredTensor):
@@ -330,12 +314,12 @@ class _Optimizer:
             return
         flat = file.dp is not None and bool(leaf.shape)
         if not leaf.shape:
-            piece = _NUMBER
+            shard = _NUMBER
         if leaf.stride != contiguous_stride(leaf.shape):
             raise _contradiction(file.path, f"{state} of {name} is not stored row by row")
-        numel = prod(piece.shape)
+        numel = prod(shard.shape)
         first, count = _range_of(numel, file.dp or 0, file.dp_size) if flat else (0, numel)
-        expected = (count,) if flat else piece.shape
+        expected = (count,) if flat else shard.shape
         if leaf.shape != expected:
             raise SourceUnsupportedError(
                 f"{file.path}: the state {state} of {name} is not split like the weight",
@@ -346,7 +330,7 @@ class _Optimizer:
                 why="the optimizer factors or quantizes its states, or the files are those of two saves",
                 next_step=f"convert the weights alone with {flags.only('model')}",
             )
-        held = flat_boxes(piece.shape, first, count) if flat and count else [Box.whole(piece.shape)] * bool(count)
+        held = flat_boxes(shard.shape, first, count) if flat and count else [Box.whole(shard.shape)] * bool(count)
         shape = parameter.shape if leaf.shape else ()
         dtype, known_shape, rows = self._rows.setdefault((name, state), (leaf.dtype, shape, _Rows()))
         if (dtype, known_shape) != (leaf.dtype, shape):
@@ -356,7 +340,7 @@ class _Optimizer:
                 f"{shape_text(known_shape)} on another rank",
             )
         rank = self._ranks.number(file.place, file.dp or 0)
-        rows.add(rank, number, leaf.offset, leaf.dtype.itemsize, piece, held, first)
+        rows.add(rank, number, leaf.offset, leaf.dtype.itemsize, shard, held, first)
 
     def _add_groups(self, file: StateFile, names: Mapping[Key, str], groups: object) -> None:
         """The param groups, which each rank has with the parameters that it trains."""
