@@ -57,6 +57,29 @@ class Shards:
         return frozenset(box for box, count in counts.items() if count > 1)
 
 
+def shards_of_parts(local: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Shards:
+    """A tensor of parts that follow each other along ``dim``, each divided among the ranks.
+
+    ``local``: the shape of each rank's shard; ``widths``: of each part on the ranks.
+    """
+    first = local[0]
+    shape = (*first[:dim], sum(map(sum, widths)), *first[dim + 1 :])
+
+    def box(start: int, width: int) -> Box:
+        sizes = (*first[:dim], width, *first[dim + 1 :])
+        return Box(tuple(start if axis == dim else 0 for axis in range(len(first))), sizes)
+
+    by_rank = {}
+    for rank, own in enumerate(local):
+        pieces, in_shard, before = [], 0, 0
+        for of_part in widths:
+            width, start = of_part[rank], before + sum(of_part[:rank])
+            pieces.append(Piece(box(in_shard, width), box(start, width)))
+            in_shard, before = in_shard + width, before + sum(of_part)
+        by_rank[rank] = Shard(own, tuple(piece for piece in pieces if piece.shard.numel))
+    return Shards(shape, by_rank)
+
+
 @dataclass(frozen=True)
 class RankGrid:
     """The ranks of a job: ``data`` ranks, among which ZeRO cuts the flat tensors of each of ``model`` model-parallel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TypeAlias, cast
+from typing import cast
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
@@ -23,9 +23,7 @@ from fsdpckpt.readers.deepspeed.patterns import MapError, name_of, patterns_of
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO
 from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, to_universal, unsupported
 from fsdpckpt.readers.deepspeed.step import ModuleStates, StateDict, contradiction
-from fsdpckpt.readers.model_shards import Piece, Shard, Shards
-
-Shape: TypeAlias = tuple[int, ...]
+from fsdpckpt.readers.model_shards import Piece, Shape, Shard, Shards
 
 _AFFINE_MAP = "affine_map"
 _REASONS = "autotp_unsupported_parameter_patterns"

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdpckpt.ir.tensors import Box
 from fsdpckpt.ir.values import Key
 from fsdpckpt.readers.deepspeed.partitions import is_count
-from fsdpckpt.readers.model_shards import Piece, Shape, Shard, Shards
+from fsdpckpt.readers.model_shards import Shape, Shard, Shards, shards_of_parts
 
 _REPLICATED = "tp_replicated_parameter_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"
@@ -79,7 +78,7 @@ class Patterns:
         sums = [sum(of_part[rank] for of_part in widths) for rank in range(len(local))]
         if len(others) > 1 or sums != [shape[dim] for shape in local]:
             raise MapError("the shapes of its shards are not those of parts of one tensor")
-        shards = _joined(local, dim, widths)
+        shards = shards_of_parts(local, dim, widths)
         if name in self.vocabulary and self.words is not None and shards.shape[0] != self.words:
             raise MapError(f"it has {shards.shape[0]} rows for {self.words!r} words, and the rest is padding")
         return shards
@@ -125,23 +124,3 @@ def _widths(value: object) -> Sequence[Sequence[int]]:
     if not parts or not all(isinstance(part, (list, tuple)) and all(map(is_count, part)) for part in parts):
         raise MapError(f"its {_FUSED} have no {_WIDTHS}")
     return parts
-
-
-def _joined(local: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Shards:
-    """A tensor of parts that follow each other along ``dim``, each divided among the ranks."""
-    first = local[0]
-    shape = (*first[:dim], sum(map(sum, widths)), *first[dim + 1 :])
-
-    def box(start: int, width: int) -> Box:
-        sizes = (*first[:dim], width, *first[dim + 1 :])
-        return Box(tuple(start if axis == dim else 0 for axis in range(len(first))), sizes)
-
-    by_rank = {}
-    for rank, own in enumerate(local):
-        pieces, in_shard, before = [], 0, 0
-        for of_part in widths:
-            width, start = of_part[rank], before + sum(of_part[:rank])
-            pieces.append(Piece(box(in_shard, width), box(start, width)))
-            in_shard, before = in_shard + width, before + sum(of_part)
-        by_rank[rank] = Shard(own, tuple(piece for piece in pieces if piece.shard.numel))
-    return Shards(shape, by_rank)

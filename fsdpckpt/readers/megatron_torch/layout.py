@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from fsdpckpt.ir.tensors import Box
-from fsdpckpt.readers.model_shards import Piece, Shape, Shard, Shards
+from fsdpckpt.readers.model_shards import Shape, Shard, Shards, shards_of_parts
 
 
 class _Cut(Enum):
@@ -121,15 +120,4 @@ def _cut(local: Shape, dim: int, parts: int, ranks: int) -> Shards:
     """A tensor of ``parts`` that follow each other along ``dim``, each divided equally among ``ranks``."""
     if local[dim] % parts:
         raise LayoutError(f"{local[dim]} rows are not gate and value of one size")
-    size = local[dim] // parts
-    shape = (*local[:dim], local[dim] * ranks, *local[dim + 1 :])
-    sizes = (*local[:dim], size, *local[dim + 1 :])
-
-    def box(at: int) -> Box:
-        return Box(tuple(at if axis == dim else 0 for axis in range(len(local))), sizes)
-
-    by_rank = {
-        rank: Shard(local, tuple(Piece(box(part * size), box((part * ranks + rank) * size)) for part in range(parts)))
-        for rank in range(ranks)
-    }
-    return Shards(shape, by_rank)
+    return shards_of_parts([local] * ranks, dim, [[local[dim] // parts] * ranks] * parts)
