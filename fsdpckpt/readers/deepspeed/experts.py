@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup
 from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, ExpertFile, unsupported
 from fsdpckpt.readers.deepspeed.step import StateDict, StepFile, as_mapping, contradiction, open_files
+from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.protocol import FileTable, file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -128,13 +128,11 @@ def open_experts(
     missing = [(prefix, number) for prefix in numbers for number in numbers[prefix] if (prefix, number) not in found]
     if missing:
         names = [f"{prefix}{number}" for prefix, number in missing]
-        raise SourceIncompleteError(
+        raise ranks_missing(
             f"{directory}: the files of {plural(len(missing), 'expert')} are missing",
-            details=names,
+            names,
             most_shown=MAX_NAMES,
             file=f"{directory.rstrip('/')}/layer_0_expert_{missing[0][1]}_mp_rank_00_model_states.pt",
-            why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
-            next_step="copy the files of all ranks into one directory",
         )
     others = [path for (prefix, number), path in found.items() if number not in numbers.get(prefix, range(0))]
     if others:

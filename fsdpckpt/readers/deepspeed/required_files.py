@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from shlex import quote
 
 from fsdpckpt import flags
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, to_copy
+from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, to_copy
+from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.protocol import file_name
 from fsdpckpt.text import numbers_text, plural
 
@@ -90,15 +91,13 @@ def required_grid(
         of_model = range(ranks) if per_rank else range(0 if modules else 1)
         missing += [_numbered(model_name, rank, model_rank) for rank in of_model if rank not in modules]
     if missing:
-        raise SourceIncompleteError(
+        raise ranks_missing(
             f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
             f"{'is' if len(missing) == 1 else 'are'} missing",
-            details=missing,
+            missing,
             most_shown=MAX_NAMES,
             files=[f"{path.rstrip('/')}/{name}" for name in missing],
             file=f"{path.rstrip('/')}/{missing[0]}",
-            why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
-            next_step="copy the files of all ranks into one directory",
             alternative=_module_alone(f"{path.rstrip('/')}/{model[0][0]}") if whole_module else None,
         )
     return ranks, count

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Problem, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.deepspeed.partitions import is_count
@@ -24,6 +23,7 @@ from fsdpckpt.readers.deepspeed.step import (
     open_files,
     section_of,
 )
+from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import RankGrid
 from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.side_files import has_zero_optimizer_elsewhere, zero_optimizer_missing
@@ -70,21 +70,15 @@ def _require_all(directory: str, module: StepFile, files: Sequence[ExpertFile]) 
     counts = module.root.get("num_experts")
     found = {(file.layer, file.expert) for file in files}
     wanted = list(counts) if isinstance(counts, (list, tuple)) and all(map(is_count, counts)) else []
-    missing = [
-        f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+    experts = {
+        (layer, expert): f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
         for layer, count in enumerate(wanted)
         for expert in range(min(count, _MOST_EXPERTS))
-        if (layer, expert) not in found
-    ]
+    }
+    missing = [name for expert, name in experts.items() if expert not in found]
     if missing:
-        raise SourceIncompleteError(
-            f"{directory}: the files of {plural(len(missing), 'expert')} are missing",
-            details=missing,
-            file=f"{directory.rstrip('/')}/{missing[0]}",
-            why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
-            next_step="copy the files of all ranks into one directory",
-        )
-    experts = {(layer, expert) for layer, count in enumerate(wanted) for expert in range(min(count, _MOST_EXPERTS))}
+        what = f"{directory}: the files of {plural(len(missing), 'expert')} are missing"
+        raise ranks_missing(what, missing, file=f"{directory.rstrip('/')}/{missing[0]}")
     for file in files:
         if experts and (file.layer, file.expert) not in experts:
             raise contradiction(file.path, f"it is of an expert that is not in num_experts={wanted}")

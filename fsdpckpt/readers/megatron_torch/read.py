@@ -21,6 +21,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Layout, Pr
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, equal
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
+from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, PartContents
@@ -63,15 +64,8 @@ def read_megatron(directory: str, paths: Mapping[int, str], table: FileTable, so
 
 
 def _incomplete(directory: str, missing: Sequence[str]) -> SourceIncompleteError:
-    return SourceIncompleteError(
-        f"{directory}: the files of {plural(len(missing), 'tensor-parallel rank')} are missing",
-        details=missing,
-        most_shown=_MAX_SHOWN,
-        files=missing,
-        file=missing[0],
-        why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
-        next_step="copy the files of all ranks into one directory",
-    )
+    what = f"{directory}: the files of {plural(len(missing), 'tensor-parallel rank')} are missing"
+    return ranks_missing(what, missing, most_shown=_MAX_SHOWN, files=missing, file=missing[0])
 
 
 @dataclass(frozen=True, slots=True)

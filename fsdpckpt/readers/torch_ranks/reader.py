@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError
+from fsdpckpt.errors import SourceCorruptError, SourceError
 from fsdpckpt.producers import EXTRA_STEM
+from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions, file_name, stem_of
 from fsdpckpt.readers.side_files import auxiliary, section_of_name
 from fsdpckpt.readers.torch_ranks.rank_names import (
@@ -165,14 +166,12 @@ def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[s
     what = "missing or damaged"
     if damaged in (0, count):
         what = "damaged" if damaged else "missing"
-    raise SourceIncompleteError(
+    raise ranks_missing(
         f"{directory}: {plural(count, 'rank file', 'are')} {what}",
-        details=[
+        [
             name if name not in sizes else f"{name} is not a torch.save file ({bytes_text(sizes[name])})"
             for name in missing
         ],
         files=[f"{directory.rstrip('/')}/{name}" for name in missing],
-        why="the save or the copy did not finish, or these ranks wrote to the disks of other machines",
-        next_step="copy the files of all ranks into one directory",
         file=f"{directory.rstrip('/')}/{missing[0]}",
     )
