@@ -16,7 +16,6 @@ from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
 MODEL_FILE = "model_optim_rng.pt"
-BUFFERS_FILE = "distrib_optim.pt"
 _ITERATION = re.compile(r"^(?:iter_\d{7,}|release|\.*)$")
 _RANK = re.compile(r"^mp_rank_(\d{2,5})$")
 
