@@ -162,12 +162,13 @@ def leads(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     contents = [checkpoint.model, checkpoint.optim, *(named.content for named in checkpoint.named)]
     listed = [list(each.params) if isinstance(each, ModelState) else _names(each) for each in contents]
-    plain = [set(map(clean, keys)) for keys in listed]
+    cleaned = [tuple(map(clean, keys)) for keys in listed]
+    plain = list(map(set, cleaned))
     found: dict[str, None] = {}
-    for keys in listed:
-        names = without_module(map(clean, keys), ())
+    for keys, as_cleaned in zip(listed, cleaned, strict=True):
+        names = without_module(as_cleaned, ())
         if all(names_of.isdisjoint(names) for names_of in plain):
-            names = tuple(map(clean, keys))  # a module of this name
+            names = as_cleaned  # a module of this name
         for key, name in zip(keys, names, strict=True):
             if key.endswith(name) and key != name:
                 lead = key.removesuffix(name)
@@ -200,7 +201,7 @@ class RowNames:
             in_optim = dict(zip(live, without_adapter(live.values(), in_model.values()), strict=True))
         return cls(in_model, in_optim, live, leading)
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether every key is the name of its row."""
         return all(key == row for names in (self.model, self.optim) for key, row in names.items())

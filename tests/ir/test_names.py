@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.names import clean, leading_wrapper, normalise, respelled, revisits_a_module
+from fsdpckpt.ir.names import RowNames, clean, leading_wrapper, normalise, respelled, revisits_a_module
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
@@ -127,6 +128,21 @@ def test_module_stays_where_it_may_be_a_module_of_the_model() -> None:
     ):
         assert normalise(plain)[0] is plain
     assert normalise(plain)[1].put_back_wrappers(plain) == plain
+
+
+def test_putting_names_back_reads_the_list_of_all_names_a_few_times_and_not_once_for_each() -> None:
+    reads: list[str] = []
+
+    class Counted(dict[str, str]):
+        def items(self) -> Any:
+            reads.append("all")
+            return super().items()
+
+    listed = [f"layers.{number}.w" for number in range(100)]
+    names = RowNames(Counted(zip(listed, listed, strict=True)), Counted(zip(listed, listed, strict=True)))
+    restored = names.put_back_wrappers(_checkpoint(listed, listed))
+    assert list(restored.model.params) == listed == list(restored.optim.state)
+    assert len(reads) < 10
 
 
 def test_two_keys_that_would_become_one_are_refused_with_both_names() -> None:
