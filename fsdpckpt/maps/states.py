@@ -20,7 +20,7 @@ from fsdpckpt.ir.optimizer import (
     StatesOrValue,
     group_params,
 )
-from fsdpckpt.ir.state_shapes import mirrors, spanning_state
+from fsdpckpt.ir.state_shapes import mirrors, spanning_key
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, like
 from fsdpckpt.maps.match import Use
@@ -45,7 +45,7 @@ def mapped_optimizer(optim: Optimizer, use_of: Mapping[str, Use], work: Work) ->
         if moved is None:
             state[key] = entry
         elif isinstance(entry, OwnValue) and moved.rule.renames_alone:
-            state[work.targets(moved)[list(moved.sources.values()).index(str(key))]] = entry
+            state[work.new_name(moved, str(key))] = entry
         elif isinstance(entry, OwnValue):
             raise work.refuse_state(str(key), "", "it is one value, which does not belong to elements", moved)
         elif moved not in done:
@@ -63,11 +63,11 @@ def _refuse_spanning(optim: Optimizer, uses: Iterable[Use], work: Work) -> None:
     rearranging = next((use for use in uses if not use.rule.renames_alone), None)
     if rearranging is None:
         return
-    for key, states in optim.state.items():
-        spanning = spanning_state(states)
-        if spanning is not None:
-            why = f"it joins the elements of all parameters, {next(iter(rearranging.sources.values()))} among them"
-            raise work.refuse_state(str(key), spanning, why, rearranging)
+    found = spanning_key(optim)
+    if found is not None:
+        key, state = found
+        why = f"it joins the elements of all parameters, {next(iter(rearranging.sources.values()))} among them"
+        raise work.refuse_state(str(key), state, why, rearranging)
 
 
 def _require_one_group(use: Use, known: Collection[ParamKey], group_of: Mapping[ParamKey, int], work: Work) -> None:
@@ -187,8 +187,7 @@ class _NewNames:
             if use is None:
                 result.append(name)
             elif use.rule.renames_alone:
-                position = list(use.sources.values()).index(str(name))
-                result.append(self._work.targets(use)[position])
+                result.append(self._work.new_name(use, str(name)))
             elif use not in done:
                 done.add(use)
                 targets = self._work.targets(use)

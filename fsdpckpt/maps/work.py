@@ -68,6 +68,10 @@ class Work:
             self._targets[use] = [use.target(member) for member in self._members(use)]
         return self._targets[use]
 
+    def new_name(self, use: Use, name: str) -> str:
+        """What a ``use`` of a rule that renames alone makes of ``name``, one of its sources."""
+        return self.targets(use)[list(use.sources.values()).index(name)]
+
     def _members(self, use: Use) -> list[Member]:
         if use.rule.copies:
             several = len(use.rule.targets) > 1
