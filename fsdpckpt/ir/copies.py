@@ -157,9 +157,9 @@ def _copied(checkpoint: Checkpoint) -> Iterator[tuple[NamedTensor, Int64Array, I
         if not len(rows):
             continue
         location = tensor.location()  # of a part of another tensor it is another one, though it begins where that does
+        if location in seen:  # the parameters of one unit share its ``step``
+            continue
         if location is not None:
-            if location in seen:  # the parameters of one unit share its ``step``
-                continue
             seen.add(location)
         yield named, rows, first
 
