@@ -39,8 +39,8 @@ def section_names(paths: Sequence[tuple[Key, ...]]) -> list[str]:
 
 def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     """``named`` as the only section of its kind. An optimizer comes with the model that it updates, which says what its
-    ids mean. Extras, notes and problems stay behind. Units of its own, or that record
-    its groups under its name, say all of its ids: no other optimizer is asked.
+    ids mean. Extras, notes and problems stay behind. Units of its own, or that record its groups under its name, say
+    all of its ids: no other optimizer is asked.
     """
     model, optim = (named.content, None) if isinstance(named.content, ModelState) else (None, named.content)
     if optim is not None:
@@ -90,11 +90,8 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
     its ids fit another one as well.
     """
     others = [named for named in checkpoint.named if isinstance(named.content, ModelState)]
-    models = [(), *(named.path for named in others)]
-    contents = [checkpoint.model, *(named.content for named in others)]
-    candidates = [
-        (path, content) for path, content in zip(models, contents, strict=True) if isinstance(content, ModelState)
-    ]
+    listed = [((), checkpoint.model), *((named.path, named.content) for named in others)]
+    candidates = [(path, content) for path, content in listed if isinstance(content, ModelState)]
     if isinstance(optimizer.content, Optimizer) and optimizer.content.key_type == "name":
         keys = [clean(str(key)) for key in optimizer.content.keys]
         with_names = [each for each in candidates if _are_names_of(keys, list(map(clean, each[1].params)))]
@@ -118,10 +115,8 @@ def _may_update_another(checkpoint: Checkpoint, optimizer: NamedSection, main: M
     if not isinstance(optim, Optimizer) or optim.key_type == "name" or all(key in _KINDS for key in optimizer.path):
         return False
     of_optimizers = [named.path for named in checkpoint.named if isinstance(named.content, Optimizer)]
-    names, shapes = (
-        set(map(clean, main.params)),
-        Counter(_largest_shape(each.values()) for each in optim.state.values()),
-    )
+    names = set(map(clean, main.params))
+    shapes = Counter(_largest_shape(each.values()) for each in optim.state.values())
     for named in checkpoint.named:
         other = named.content
         if not isinstance(other, ModelState) or any(_alike(named.path, path) for path in of_optimizers):
