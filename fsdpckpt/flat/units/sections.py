@@ -2,8 +2,8 @@
 
 A glob of ``--unit`` is for every model in which it matches a module. One that matches in none of them and begins with a
 section's keys, as ``critic.layers.*`` does, is for that section alone. A glob of ``--buffers`` is for every model that
-has such a name. A units file is for the sections of whose model
-it is, and a reference says of each section what its section of the same name does.
+has such a name. A units file is for the sections of whose model it is, and a reference says of each section what its
+section of the same name does.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ def _names(checkpoint: Checkpoint) -> list[str]:
     return [clean(name) for name in parameter_names(checkpoint)]
 
 
+def _names_of_all(checkpoint: Checkpoint) -> list[str]:
+    """The names of every section."""
+    views = [main_alone(checkpoint), *(alone(checkpoint, named) for named in checkpoint.named)]
+    return [name for view in views for name in _names(view)]
+
+
 def _describes(units: Units | None, names: Sequence[str]) -> bool:
     """Whether ``units`` may be those of the model with these ``names``: nothing contradicts it if none is known, as of
     an optimizer that has ids alone.
@@ -73,8 +79,7 @@ def _buffers(globs: tuple[str, ...], checkpoint: Checkpoint, names: Sequence[str
     """
     if not globs or globs == NO_BUFFERS:
         return globs
-    views = [main_alone(checkpoint), *(alone(checkpoint, named) for named in checkpoint.named)]
-    names_of_all = [name for view in views for name in _names(view)]
+    names_of_all = _names_of_all(checkpoint)
     taken = tuple(
         glob
         for glob in globs
@@ -87,13 +92,12 @@ def _globs(
     globs: Sequence[str], checkpoint: Checkpoint, section: NamedSection | None, names: Sequence[str]
 ) -> tuple[str, ...]:
     """The globs that are for ``section``. One that matches nowhere is for all sections, which refuse it."""
-    views = [main_alone(checkpoint), *(alone(checkpoint, named) for named in checkpoint.named)]
-    modules_of_all = [name for view in views for name in _names(view)]
+    names_of_all = _names_of_all(checkpoint)
     own = _places(checkpoint, section)
     others = _places(checkpoint, *checkpoint.named)
     taken: list[str] = []
     for glob in globs:
-        matches_as_it_is = any_module((glob,), modules_of_all)
+        matches_as_it_is = any_module((glob,), names_of_all)
         if matches_as_it_is and any_module((glob,), names):
             taken.append(glob)
         elif not matches_as_it_is and glob.startswith(own):
