@@ -150,7 +150,7 @@ class Units:
         """
         if self.use_orig_params:
             return ()
-        return self._names_of(self.optimizer_keys())
+        return tuple(self.names_of(self.optimizer_keys()))
 
     def id_order(self) -> tuple[str, ...]:
         """The parameters in the order of an optimizer's ids: ``groups`` one after the other, else
@@ -165,16 +165,16 @@ class Units:
         position = {name: index for index, name in enumerate(self.parameters)}
         named: list[tuple[str, ...]] = []
         for group in self.groups:
-            named.append(tuple(sorted(self._names_of(group), key=lambda name: position.get(name, -1))))
+            named.append(tuple(sorted(self.names_of(group), key=lambda name: position.get(name, -1))))
         return tuple(named)
 
-    def _names_of(self, keys: Iterable[str]) -> tuple[str, ...]:
+    def names_of(self, keys: Iterable[str]) -> list[str]:
         """The names in the flat parameters ``keys``; a key of any other parameter is its name."""
         params_of = {unit.key: unit.params for unit in self.units}
         names: list[str] = []
         for key in keys:
             names += [param.name for param in params_of[key]] if key in params_of else [key]
-        return tuple(names)
+        return names
 
     def of_optimizer(self, names: Iterable[str]) -> Units | None:
         """The same with the groups of the optimizer that is recorded under the first of ``names``; None if none is."""

@@ -140,11 +140,8 @@ def _with_names(units: Units, names: _NewNames, paths: _NewNames) -> Units:
 
 def _groups(units: Units, groups: Groups, renamed: Units, names: _NewNames) -> Groups | None:
     """``groups`` of ``units`` as those of ``renamed``; None if a flat parameter would be in two of them."""
-    members = {unit.key: [param.name for param in unit.params] for unit in units.units}
     listed: list[list[str]] = []
     for group in groups:
-        originals: list[str] = []
-        for key in group:
-            originals += [key] if units.use_orig_params else members.get(key, [key])
+        originals = group if units.use_orig_params else units.names_of(group)
         listed.append([names[name] for name in originals if name in names])
     return regrouped(renamed, listed)
