@@ -130,20 +130,20 @@ def load_units(path: str, sources: Sources, labels: Sequence[str] = ()) -> Units
     """The units in the file at ``path``: a units file, or the ``fsdpckpt.json`` of a flattened target.
 
     ``labels``: of the named section that they are for, and of its model: units that record several optimizers get the
-    groups of this one. None if the file has only units of other
-    sections. Raises SourceError.
+    groups of this one. None if the file has only units of other sections. Raises SourceError.
     """
     entry = sources.stat(path) if path else None
     if entry is None or entry.directory:
         raise _no_file(path, directory=entry is not None)
     file = sources.open(path)
     units = loads(file.read(0, min(file.nbytes, MAX_BYTES + 1)), source=path, labels=labels)
-    return units if units is None else units.of_optimizer(optimizer_names_in(labels)) or units
+    return units if units is None else units.of_optimizer(_optimizer_names_in(labels)) or units
 
 
-def optimizer_names_in(labels: Sequence[str]) -> list[str]:
+def _optimizer_names_in(labels: Sequence[str]) -> list[str]:
     """The names of the optimizers among ``labels`` of sections."""
-    return [label.removeprefix(OPTIMIZER_LABEL) for label in labels if label.startswith(OPTIMIZER_LABEL)]
+    of_optimizers = f"{Section.OPTIM}:"
+    return [label.removeprefix(of_optimizers) for label in labels if label.startswith(of_optimizers)]
 
 
 def _no_file(path: str, *, directory: bool) -> SourceMissingError:
@@ -158,9 +158,6 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
         if inside is not None
         else to_look("see what is there", f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}"),
     )
-
-
-OPTIMIZER_LABEL = f"{Section.OPTIM}:"
 
 
 def of_same_section(reference: Checkpoint, labels: Sequence[str]) -> Checkpoint:
