@@ -24,7 +24,8 @@ from fsdpckpt.flat.units.request import (
     require_agreement,
     require_model_order,
 )
-from fsdpckpt.flat.units.target import separate_buffers, target_units
+from fsdpckpt.flat.units.target import target_units
+from fsdpckpt.flat.units.target_names import separate_buffers
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.sections import main_alone
