@@ -29,7 +29,7 @@ from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.files import Stored, pack_files, stored_by_number, unpack_files
-from fsdpckpt.ir.names import normalise
+from fsdpckpt.ir.row_names import normalise
 from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units

@@ -18,7 +18,7 @@ from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.names import normalise
+from fsdpckpt.ir.row_names import normalise
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions

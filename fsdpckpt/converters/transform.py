@@ -35,7 +35,7 @@ from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.names import leads
+from fsdpckpt.ir.row_names import leads
 from fsdpckpt.readers.side_files import with_copied
 from fsdpckpt.storage.sources import Sources
 

@@ -15,7 +15,8 @@ from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
 from fsdpckpt.flags import Wording
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
-from fsdpckpt.ir.names import DISTRIBUTED, WRAPPERS, RowNames, leading_wrappers, respelled
+from fsdpckpt.ir.names import DISTRIBUTED, WRAPPERS, leading_wrappers, respelled
+from fsdpckpt.ir.row_names import RowNames
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.selection import (
     KEYS_IN_MESSAGE,
@@ -41,8 +42,8 @@ class _Rule:
 class Renaming:
     """Strip a prefix, then apply OLD=NEW pairs (a whole key, or a dotted prefix), then add a prefix.
 
-    ``leads``: what sections of the checkpoint have before the names of parameters (``ir.names.leads``), another section
-    than the one that is renamed, too.
+    ``leads``: what sections of the checkpoint have before the names of parameters (``ir.row_names.leads``), another
+    section than the one that is renamed, too.
     """
 
     strip_prefix: str | None = None

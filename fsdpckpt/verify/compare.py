@@ -8,8 +8,8 @@ from typing import TypeAlias, TypeGuard
 
 from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
-from fsdpckpt.ir.names import rename_shared_states
 from fsdpckpt.ir.optimizer import ParamKey
+from fsdpckpt.ir.row_names import rename_shared_states
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, as_float, equal, value_text

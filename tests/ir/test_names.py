@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.names import RowNames, clean, leading_wrapper, normalise, respelled, revisits_a_module
+from fsdpckpt.ir.names import clean, leading_wrapper, respelled, revisits_a_module
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.row_names import RowNames, normalise
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
 

@@ -11,7 +11,7 @@ from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
-from fsdpckpt.ir.names import RowNames
+from fsdpckpt.ir.row_names import RowNames
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources

@@ -8,7 +8,7 @@ from fsdpckpt.converters.steps.shard import sharding_hints
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir import Container, Layout
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.ir.names import normalise
+from fsdpckpt.ir.row_names import normalise
 from fsdpckpt.transform.placements import (
     LikeCheckpoint,
     Rules,

@@ -9,7 +9,8 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Note
-from fsdpckpt.ir.names import leading_wrapper, normalise
+from fsdpckpt.ir.names import leading_wrapper
+from fsdpckpt.ir.row_names import normalise
 from fsdpckpt.ir.table import Table
 
 

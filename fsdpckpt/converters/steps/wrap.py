@@ -18,7 +18,7 @@ from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.listing import Listing
-from fsdpckpt.ir.names import rename_shared_states
+from fsdpckpt.ir.row_names import rename_shared_states
 from fsdpckpt.ir.units import Units
 from fsdpckpt.transform.listings import model_names
 from fsdpckpt.transform.missing_state import require_complete

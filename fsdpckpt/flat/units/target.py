@@ -34,8 +34,9 @@ from fsdpckpt.flat.units.target_names import REFERENCE, order_matters, require_k
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.listing import Listing
-from fsdpckpt.ir.names import rename_shared_states, revisits_a_module
+from fsdpckpt.ir.names import revisits_a_module
 from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.row_names import rename_shared_states
 from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
