@@ -17,7 +17,7 @@ from fsdpckpt.converters.steps.draft import Draft, TransformedCheckpoint
 from fsdpckpt.converters.target.decide import decide, of_one_section
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.told_masters import with_told_masters
-from fsdpckpt.converters.transform import transform
+from fsdpckpt.converters.transform import begin, transform
 from fsdpckpt.errors import (
     FsdpckptError,
     SourceCorruptError,
@@ -158,7 +158,8 @@ def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sour
 
 def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
     decision = decide(target, options, opened.checkpoint, sources)
-    return transform(opened.checkpoint, decision, sources, places=opened.places, labels=opened.labels), decision
+    begun = begin(opened.checkpoint, decision, sources, places=opened.places, labels=opened.labels)
+    return transform(begun, decision), decision
 
 
 class _Opened(NamedTuple):

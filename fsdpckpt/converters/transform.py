@@ -141,18 +141,11 @@ def begin(
     return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, leads=leads(opened), places=places)
 
 
-def transform(
-    opened: Checkpoint,
-    decision: Decision,
-    sources: Sources,
-    *,
-    places: tuple[str, ...] = (),
-    labels: tuple[str, ...] = (),
-) -> Draft:
-    """Take all steps; ``places`` and ``labels`` as for ``begin``. Raises SourceError for a source that is incomplete or
-    contradicts itself, NeedsInformationError, UsageError.
+def transform(begun: Draft, decision: Decision) -> Draft:
+    """Take all steps. Raises SourceError for a source that is incomplete or contradicts itself, NeedsInformationError,
+    UsageError.
     """
-    return take(STEPS, begin(opened, decision, sources, places=places, labels=labels), decision)
+    return take(STEPS, begun, decision)
 
 
 def transform_to_load(opened: Checkpoint, decision: Decision, sources: Sources) -> TransformedCheckpoint:

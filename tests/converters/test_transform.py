@@ -11,7 +11,7 @@ import torch
 
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.layout import choose_layout
-from fsdpckpt.converters.transform import transform
+from fsdpckpt.converters.transform import begin, transform
 from fsdpckpt.errors import (
     NeedsInformationError,
     SourceCorruptError,
@@ -52,7 +52,8 @@ def full(keys: Sequence[ParamKey] = (0, 1, 2, 3), *, without: Sequence[ParamKey]
 def transformed(held: Checkpoint, dst: str = "out.pt", **options: object) -> Draft:
     chosen = ConvertOptions(**options)  # type: ignore[arg-type]
     with Sources() as sources:
-        return transform(held, choose_layout(dst, chosen, held), sources)
+        layout = choose_layout(dst, chosen, held)
+        return transform(begin(held, layout, sources), layout)
 
 
 def keys(found: Draft) -> list[ParamKey]:
