@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, cast
 
 from fsdpckpt.execute.checks import NO_PARTS
-from fsdpckpt.execute.journal import Journal, Record, RunIdentity, first_record
+from fsdpckpt.execute.journal import Journal, JournaledWindows, Record, RunIdentity, first_record, windows_record
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import ByteTarget
 
@@ -43,7 +43,7 @@ class SentJournal:
     def __init__(self, path: str, identity: Callable[[], RunIdentity]) -> None:
         self.nbytes = 0
         self._journal = Journal(path, lambda: first_record(identity()))
-        self._new_parts: Callable[[], Int64Array] | None = None
+        self._new_parts: Callable[[], Int64Array] = lambda: NO_PARTS
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -58,9 +58,8 @@ class SentJournal:
 
     def sent(self, sent: SentObject) -> None:
         with self._lock:
-            parts = NO_PARTS if self._new_parts is None else self._new_parts()
-            record = {"sent": [list(astuple(sent))], "windows": [], "parts": parts.tolist()}
-            self._journal.append([cast("dict[str, object]", record)])
+            read_until_now = JournaledWindows(parts=self._new_parts())
+            self._journal.append([{"sent": [list(astuple(sent))], **windows_record(read_until_now)}])
             self.nbytes += sent.nbytes
 
     def retract(self) -> None:
