@@ -47,7 +47,7 @@ from fsdpckpt.converters.output.upload import Spooled
 from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.union_sources import UnionSources
-from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, UsageError
+from fsdpckpt.errors import FsdpckptError, SourceError, UsageError
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, LARGEST_WINDOW, SMALLEST_WINDOW, Budget, Job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, run_of
 from fsdpckpt.execute.output import ComparedObject, Output, StreamedOutput, target_differs
@@ -63,7 +63,6 @@ from fsdpckpt.storage.object_file import ObjectFile
 from fsdpckpt.storage.parts import MAX_PARTS, renames_at_once, takes_parts
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.target_checks import TargetState
 from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget
 from fsdpckpt.text import plural, size_text
 
@@ -151,17 +150,6 @@ class Streamed(Spooled):
         self._budget = Budget(1, SMALLEST_WINDOW)  # of each rank
         self._part = PART
         self._published = False
-
-    @property
-    def _store(self) -> RemoteTarget:
-        if self._remote is None:
-            raise InternalError("an upload without a target")
-        return self._remote
-
-    @property
-    def _compares(self) -> bool:
-        """Whether DST is complete, and is compared instead of written."""
-        return self._store_state is TargetState.COMPLETE_TO_COMPARE
 
     def look(self) -> None:
         """DST was looked at when it was opened."""
@@ -280,8 +268,7 @@ class Streamed(Spooled):
 
     def resume_note(self, job: Job, changed_sources: Sequence[str]) -> Note | None:
         if self._compares:
-            there = f"{self._url} was already complete: every byte was compared, nothing was uploaded"
-            return Note("resumed", there)
+            return self._compared_note()
         if self._sent:
             were = "was" if len(self._sent) == 1 else "were"
             count = plural(len(self._sent), "file")
@@ -330,12 +317,9 @@ class Streamed(Spooled):
                 os.makedirs(os.path.dirname(self._spool.locate(name)), exist_ok=True)
                 with suppress(FileNotFoundError):
                     os.unlink(self._spool.locate(name))
-        announced = {**names, **self._sent}
-        if self._directory:
-            announced[MANIFEST] = 0
         if self._directory:
             self._store.abort_parts("", below=True)
-            self._store.begin(announced, self._upload)
+            self._store.begin({**names, **self._sent, MANIFEST: 0}, self._upload)
         else:
             self._objects().abort_parts(self._staged, below=False)
 
@@ -428,8 +412,7 @@ class Streamed(Spooled):
     def finish(self, report: Report, holders: Holders) -> Report:
         notes = report.notes
         if not report.dry_run and os.path.lexists(self._spool.root):
-            left = f"{self._url} is complete, but {self._spool.root} could not be removed: remove it"
-            notes = (*notes, Note("left-behind", left, warning=True))
+            notes = (*notes, self._left_behind_note())
         memory = self._budget.nbytes + self._budget.threads * (COPIES + 1) * self._part
         return replace(
             report.uploaded_to(self._url),

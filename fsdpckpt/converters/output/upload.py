@@ -88,7 +88,7 @@ class Spooled(Rename):
         self._remote: RemoteTarget | None = None
         self._upload = ""
         self._owns_spool = self.group.rank == 0
-        self._store_state = TargetState.ABSENT  # ``COMPLETE_TO_COMPARE``: DST is complete, nothing is uploaded
+        self._compares = False  # DST is complete, and is compared instead of written
         self._replaced: tuple[PlannedFile, ...] = ()
 
     def __enter__(self) -> Self:
@@ -106,6 +106,12 @@ class Spooled(Rename):
         self.close()
         self._locks.close()
 
+    @property
+    def _store(self) -> RemoteTarget:
+        if self._remote is None:
+            raise InternalError("an upload without a target")
+        return self._remote
+
     def _allowed_state(self) -> TargetState:
         return TargetState.COMPLETE_TO_COMPARE  # what is in the spool may wait for its upload
 
@@ -117,11 +123,10 @@ class Spooled(Rename):
         with self.group.step("look at the target"):
             if self.group.rank == 0:
                 message = self._run_watched(lambda _: self._check_store())
-        url, root, names, self._upload, replaced, complete = cast(
+        url, root, names, self._upload, replaced, self._compares = cast(
             "tuple[str, str, list[str], str, list[tuple[str, int]], bool]",
             self.group.broadcast_object(message, name="the target"),
         )
-        self._store_state = TargetState.COMPLETE_TO_COMPARE if complete else TargetState.ABSENT
         self._replaced = tuple(PlannedFile(*each) for each in replaced)
         with self.group.step("open the target"):
             filesystem = self._run_watched(lambda _: filesystem_of(url)[0])
@@ -208,7 +213,7 @@ class Spooled(Rename):
     def _note_on_work(
         self, job: Job, interrupted: InterruptedRun | None, changed_sources: Sequence[str], *, anew: bool = True
     ) -> Note | None:
-        anew = anew and self._store_state is TargetState.ABSENT  # what is compared with DST is made from the beginning
+        anew = anew and not self._compares  # what is compared with DST is made from the beginning
         return super()._note_on_work(job, interrupted, changed_sources, anew=anew)
 
     def finish(self, report: Report, holders: Holders) -> Report:
@@ -217,30 +222,33 @@ class Spooled(Rename):
             self._send(report, holders)
         above = os.path.dirname(self._spool.root)
         notes = (*report.notes, Note("staged", f"converted in {above}, then uploaded"))
-        if self._store_state is TargetState.COMPLETE_TO_COMPARE:
-            there = f"{self._url} was already complete: every byte was compared, nothing was uploaded"
-            notes = (*report.notes, Note("resumed", there))
+        if self._compares:
+            notes = (*report.notes, self._compared_note())
         if not report.dry_run and self._owns_spool and os.path.lexists(self._spool.path):
-            left = f"{self._url} is complete, but {self._spool.root} could not be removed: remove it"
-            notes = (*notes, Note("left-behind", left, warning=True))
+            notes = (*notes, self._left_behind_note())
         seconds = time.monotonic() - self._begun
         report = report.uploaded_to(self._url)
         return replace(report, staged_in=above, notes=notes, replaced=self._replaced, seconds=seconds)
 
+    def _compared_note(self) -> Note:
+        return Note("resumed", f"{self._url} was already complete: every byte was compared, nothing was uploaded")
+
+    def _left_behind_note(self) -> Note:
+        left = f"{self._url} is complete, but {self._spool.root} could not be removed: remove it"
+        return Note("left-behind", left, warning=True)
+
     def _send(self, report: Report, holders: Holders) -> None:
-        group, remote = self.group, self._remote
-        if remote is None:
-            raise InternalError("an upload without a target")
+        group, remote = self.group, self._store
         files = {name: self._spool.locate(name) for name, ranks in holders.items() if group.rank in ranks}
         sizes = {file.path: file.nbytes for file in report.files if file.path != MANIFEST}
         with group.step("announce the upload"):
-            if group.rank == 0 and self._store_state is TargetState.ABSENT:
+            if group.rank == 0 and not self._compares:
                 lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}
                 self._run_watched(lambda _: remote.abort_leftovers())
                 self._run_watched(lambda _: remote.begin({**sizes, **lists}, self._upload))
         senders = assign_senders(sizes, holders)
         chosen = {name: path for name, path in files.items() if senders.get(name) == group.rank}
-        if self._store_state is TargetState.COMPLETE_TO_COMPARE:
+        if self._compares:
             self._compare(remote, chosen, lists=() if "" in sizes else (MANIFEST,))
             return
         earlier = self._sent_earlier()
@@ -287,14 +295,13 @@ class Spooled(Rename):
         return tags
 
     def _upload_options(self, sent: Callable[[int], None], earlier: Mapping[str, str]) -> UploadOptions:
-        remote, upload = self._remote, self._upload
         return UploadOptions(
             memory=self._requested.max_memory,
             advance=sent,
             is_uploaded=partial(is_sent, earlier),
             on_uploaded=partial(self._spool.note_sent, self._upload, self.group.rank),
             check=_require_same_bytes if self._requested.verify is VerifyLevel.FULL else None,
-            require_own=lambda: None if remote is None else remote.require_own(upload),
+            require_own=partial(self._store.require_own, self._upload),
         )
 
     def _run_watched(self, work: Callable[[Callable[[int], None]], T]) -> T:
