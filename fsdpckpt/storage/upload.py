@@ -148,7 +148,7 @@ class RemoteTarget:
             self._announce(sizes, upload)
             for name in self.names:
                 if name.endswith(UPLOADED_LAST):
-                    self._delete(name)
+                    self.delete(name)
 
     def send(self, files: Mapping[str, str], options: UploadOptions) -> None:
         """Step 3, for ``files`` except lists; other processes may upload other files at the same time."""
@@ -172,12 +172,12 @@ class RemoteTarget:
             self.require_own(upload)
         for name in self.names:
             if name not in names and name != UPLOADING and not (directory and name.endswith(UPLOADED_LAST)):
-                self._delete(name)
+                self.delete(name)
         for ending in UPLOADED_LAST:
             for name in (name for name in files if name.endswith(ending)):
                 self._put(name, files[name], options)
         if directory:
-            self._delete(UPLOADING)
+            self.delete(UPLOADING)
 
     def _put(self, name: str, path: str, options: UploadOptions) -> None:
         """Upload the file at ``path``, unless it is there already. Raises TargetUnwritableError."""
@@ -288,14 +288,20 @@ class RemoteTarget:
         copy = partial(self.filesystem.cp_file, source, target)
         request_target(copy, url=self._url(to), action="moving it into place")
         self._forget_listing(target)
-        self._delete(name)
+        self.delete(name)
 
     def delete(self, name: str) -> None:
-        self._delete(name)
+        """Delete an object, if it is there."""
+
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                self.filesystem.rm_file(self._path(name))
+
+        request_target(delete, url=self._url(name), action="deleting it")
 
     def withdraw(self) -> None:
         """Undo ``begin``: nothing is uploaded here."""
-        self._delete(UPLOADING)
+        self.delete(UPLOADING)
 
     def abort_leftovers(self) -> None:
         """Remove the invisible parts that killed uploads of finished files to here left behind."""
@@ -309,18 +315,7 @@ class RemoteTarget:
     def _announce(self, sizes: Mapping[str, int], upload: str) -> None:
         replaced = [name for name in self.names if name != UPLOADING]
         text = json.dumps({"program": "fsdpckpt", "upload": upload, "files": dict(sizes), "replaced": replaced})
-        request_target(
-            lambda: self.filesystem.pipe_file(self._path(UPLOADING), text.encode()),
-            url=self._url(UPLOADING),
-            action="uploading it",
-        )
-
-    def _delete(self, name: str) -> None:
-        def delete() -> None:
-            with suppress(FileNotFoundError):
-                self.filesystem.rm_file(self._path(name))
-
-        request_target(delete, url=self._url(name), action="deleting it")
+        self.put(UPLOADING, text.encode())
 
     def _forget_listing(self, path: str) -> None:
         self.filesystem.invalidate_cache(self.filesystem._parent(path))
