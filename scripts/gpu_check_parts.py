@@ -24,6 +24,7 @@ from fsdpckpt.api import convert, save_units
 from fsdpckpt.comm.protocol import Solo
 from fsdpckpt.converters import pipeline
 from fsdpckpt.options import ConvertOptions, OutputScope
+from fsdpckpt.progress import NoProgress
 from tests.comm.forked_workers import forked_workers
 from tests.e2e.distributed.disks import bind, can_bind, own_namespace
 from tests.e2e.distributed.lost import Lost, make, play_all, unkept
@@ -43,8 +44,8 @@ DTYPES = [
 ]
 
 
-class StageSeconds:
-    """A ``Progress`` that measures how long each stage takes. ``seconds``: by the stage's name."""
+class StageSeconds(NoProgress):
+    """Measures how long each stage takes. ``seconds``: by the stage's name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -52,9 +53,6 @@ class StageSeconds:
 
     def begin(self, stage: str, total_bytes: int) -> None:
         self._stage, self._begun = stage, time.perf_counter()
-
-    def advance(self, nbytes: int) -> None:
-        """Stages are measured as a whole."""
 
     def end(self) -> None:
         self.seconds[self._stage] = time.perf_counter() - self._begun
