@@ -223,13 +223,19 @@ class Exchanger:
             transfer.wait()
         if chunk.sent:
             free.release()
-        if chunk.received and operation.receive_into is None and operation.write is not None:
-            operation.write(operation.source, chunk.offset, self._buffers.to_host(chunk.receive_buffer, chunk.received))
-        elif chunk.received and operation.receive_into is not None and not self._on_cpu:
-            into = operation.receive_into(operation.source, chunk.offset, chunk.received)
-            self._buffers.to_host(chunk.receive_buffer, chunk.received, into)
+        if chunk.received:
+            self._hand_over(chunk)
         if chunk.last and operation.on_received is not None:
             operation.on_received()
+
+    def _hand_over(self, chunk: _Chunk) -> None:
+        """Give what has arrived to its operation, unless it has arrived in memory of that."""
+        operation, offset, count, slot = chunk.operation, chunk.offset, chunk.received, chunk.receive_buffer
+        if operation.receive_into is None:
+            if operation.write is not None:
+                operation.write(operation.source, offset, self._buffers.to_host(slot, count))
+        elif not self._on_cpu:
+            self._buffers.to_host(slot, count, operation.receive_into(operation.source, offset, count))
 
 
 def _has_room(chunk: _Chunk) -> bool:
