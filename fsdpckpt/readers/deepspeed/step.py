@@ -17,7 +17,7 @@ from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.formats.zip import top_folder
-from fsdpckpt.ir.checkpoint import Checksums, Layout, Note
+from fsdpckpt.ir.checkpoint import Checksums, Note
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Slice, is_count, partitions_of_params
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions
@@ -26,8 +26,8 @@ from fsdpckpt.readers.model_shards import RankGrid, Shard, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, KeyPath, PartContents, file_name
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names
-from fsdpckpt.readers.torch_ranks.merge import RankMerge
-from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile, open_ranks
+from fsdpckpt.readers.torch_ranks.merge import merge_distributed
+from fsdpckpt.readers.torch_ranks.rank_files import RankFile, open_ranks
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import count_text, plural, some_of
 
@@ -180,14 +180,7 @@ def open_grid(paths: Mapping[int, Mapping[int, str]], table: FileTable, sources:
 
 def merge_files(files: Sequence[StepFile], roots: Sequence[StateDict]) -> PartContents:
     """Merge ``roots``, the state dicts of the ranks' ``files``."""
-    pairs = sorted(zip(files, roots, strict=True), key=lambda pair: pair[0].rank)
-    merge = RankMerge([AlikeRanks(root, [file]) for file, root in pairs], sharded=True)
-    tree = PartContents(merge.value([root for _, root in pairs]), Layout.SHARDED, "deepspeed", len(files))
-    tree.problems.extend(merge.problems)
-    tree.missing.update(merge.missing)
-    tree.rank_values.update(merge.rank_values)
-    tree.absences.update(merge.absences)
-    return tree
+    return merge_distributed(files, roots, "deepspeed")
 
 
 def groups_by_name(groups: Sequence[StateDict], members: Sequence[Iterable[str]], path: str) -> list[StateDict]:

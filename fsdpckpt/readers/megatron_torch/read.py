@@ -17,7 +17,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.torch import local_tensor, notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Layout, Problem, Section
+from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Problem, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, equal
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
@@ -26,8 +26,8 @@ from fsdpckpt.readers.model_shards import RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.same_weights import first_different, names_by_value
-from fsdpckpt.readers.torch_ranks.merge import RankMerge
-from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile
+from fsdpckpt.readers.torch_ranks.merge import merge_distributed
+from fsdpckpt.readers.torch_ranks.rank_files import RankFile
 from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, shape_text
@@ -100,16 +100,9 @@ class _Iteration:
             self._named(file, model, optimizer if names is not None else None, names or [], parameters)
             for file, model, optimizer in zip(self.files, models, optimizers, strict=True)
         ]
-        merge = RankMerge(
-            [AlikeRanks(root, [file]) for file, root in zip(self.files, roots, strict=True)], sharded=True
-        )
-        tree = PartContents(
-            merge.value(roots), Layout.SHARDED, "megatron-torch", len(self.files), flavor="megatron-torch"
-        )
-        tree.problems += [*merge.problems, *problems]
-        tree.missing.update(merge.missing)
-        tree.rank_values.update(merge.rank_values)
-        tree.absences.update(merge.absences)
+        tree = merge_distributed(self.files, roots, _FORMAT)
+        tree.flavor = _FORMAT
+        tree.problems += problems
         tree.checksums = Checksums.joined([file.archive.checksums for file in self.files])
         separate_extras(tree, self.table, self.sources)
         tree.notes += notes_on_dropped([file.archive for file in self.files])

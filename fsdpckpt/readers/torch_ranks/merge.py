@@ -22,7 +22,7 @@ from fsdpckpt.formats.torch import local_tensor
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.bitsandbytes import BITSANDBYTES, may_be_codes, unwrapped
-from fsdpckpt.ir.checkpoint import Problem, Section
+from fsdpckpt.ir.checkpoint import Layout, Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.quantized import quantized_parts, states_in_blocks
 from fsdpckpt.ir.tensors import Boxes, Chunks, Replicate, Sharded, Slices, Tensor
@@ -30,7 +30,7 @@ from fsdpckpt.ir.torchao import Blocks, blocks_of
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
-from fsdpckpt.readers.protocol import KeyPath, dotted
+from fsdpckpt.readers.protocol import KeyPath, PartContents, dotted
 from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile
 
 
@@ -56,7 +56,8 @@ class RankMerge:
     """One merge of the state dicts of ``groups`` of ranks.
 
     ``sharded``: some value is distributed, so plain tensors are whole on every rank. After ``value``: ``problems``,
-    ``missing``, ``rank_values`` and ``absences``, as in ``Tree``; ``last_cut_by_fsdp``: what empty shards show of it.
+    ``missing``, ``rank_values`` and ``absences``, as in ``PartContents``; ``last_cut_by_fsdp``: what empty shards show
+    of it.
     """
 
     def __init__(self, groups: Sequence[AlikeRanks], *, sharded: bool) -> None:
@@ -283,6 +284,18 @@ class RankMerge:
     def _ranks_of(self, groups: Iterable[int]) -> list[int]:
         """The ranks of the groups with these indexes."""
         return sorted(rank for i in groups for rank in self._groups[i].ranks)
+
+
+def merge_distributed(files: Sequence[RankFile], roots: Sequence[object], container: str) -> PartContents:
+    """Merge ``roots``, the state dicts of the ranks' ``files``, in which some values are distributed."""
+    pairs = sorted(zip(files, roots, strict=True), key=lambda pair: pair[0].rank)
+    merge = RankMerge([AlikeRanks(root, [file]) for file, root in pairs], sharded=True)
+    tree = PartContents(merge.value([root for _, root in pairs]), Layout.SHARDED, container, len(files))
+    tree.problems.extend(merge.problems)
+    tree.missing.update(merge.missing)
+    tree.rank_values.update(merge.rank_values)
+    tree.absences.update(merge.absences)
+    return tree
 
 
 def _first_cut(distributed: Distributed) -> int | None:
