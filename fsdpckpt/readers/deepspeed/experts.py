@@ -44,6 +44,14 @@ class Experts:
             names[name] = f"{match[1]}{number}{match[3]}" if match else name
         return names
 
+    def shapes(self, groups: Sequence[FlatGroup], expert_rank: int) -> FlatGroup:
+        """The shapes of all parameters of ``expert_rank``, under their names in the model."""
+        shapes: FlatGroup = {}
+        for group in groups:
+            names = self.named(group, expert_rank)
+            shapes.update({names[name]: shape for name, shape in group.items()})
+        return shapes
+
 
 def is_of_experts(group: StateDict) -> bool:
     """Whether it is a param group of experts."""

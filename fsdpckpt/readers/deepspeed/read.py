@@ -245,10 +245,8 @@ class _Step:
         first = self._rank_states(self.optim[0])
         experts = experts_of(self.directory, self.module.first, groups, first.groups, ranks)
         shapes: FlatGroup = {}
-        for group in groups:
-            for expert_rank in range(experts.size):
-                names = experts.named(group, expert_rank)
-                shapes.update({names[name]: shape for name, shape in group.items()})
+        for expert_rank in range(experts.size):
+            shapes.update(experts.shapes(groups, expert_rank))
         opened = open_experts(self.directory, files, experts, shapes, self.table, self.sources)
         grid = RankGrid(ranks // experts.size, experts.size)
         optim = placed(self.optim, experts.size, ranks, data_first=data_first(self._config()))
@@ -317,14 +315,10 @@ class _Step:
                     params[number] = [names[name] for name in part.params[at]]
                     for of, row in zip(slices, rows, strict=True):
                         of[number] = [replace(each, name=names[each.name]) for each in part.slices[row][at]]
-            shapes: FlatGroup = {}
-            for group in groups:
-                names = experts.named(group, expert_rank)
-                shapes.update({names[name]: shape for name, shape in group.items()})
             placed_in = FlatGroups(params, slices)
-            columns.append(
-                _Column(self.module.first, expert_rank, placed_in, shapes, _members_of(of_rank[0], placed_in))
-            )
+            shapes = experts.shapes(groups, expert_rank)
+            of_groups = _members_of(of_rank[0], placed_in)
+            columns.append(_Column(self.module.first, expert_rank, placed_in, shapes, of_groups))
         return columns
 
     def _parameters(self, columns: Sequence[_Column]) -> dict[str, Shards]:

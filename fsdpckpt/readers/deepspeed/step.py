@@ -275,9 +275,7 @@ class ModuleStates:
         if not isinstance(groups, (list, tuple)) or not groups:
             raise contradiction(file.path, "it does not say the shapes of the parameters (param_shapes)")
         shapes = [_shapes_in(group, file.path) for group in groups]
-        repeated = [name for name, count in Counter(chain.from_iterable(shapes)).items() if count > 1]
-        if repeated:
-            raise contradiction(file.path, f"param_shapes has {repeated[0]} in several groups")
+        require_in_one_group(shapes, file.path)
         return shapes
 
     def aliases(self) -> dict[str, str]:
@@ -392,6 +390,13 @@ def _shard_in(file: StepFile, name: str, value: object, shards: Shards) -> Store
 
 def _other_shape(name: str, shape: tuple[int, ...], shard: Shard) -> str:
     return f"{name} has the shape {list(shape)}, and {list(shard.shape)} in {MAP_INFO}"
+
+
+def require_in_one_group(groups: Sequence[FlatGroup], path: str) -> None:
+    """Raises SourceCorruptError if a parameter is in several of ``groups``, from the file ``path``."""
+    repeated = [name for name, count in Counter(chain.from_iterable(groups)).items() if count > 1]
+    if repeated:
+        raise contradiction(path, f"param_shapes has {repeated[0]} in several groups")
 
 
 def _shapes_in(group: object, path: str) -> FlatGroup:

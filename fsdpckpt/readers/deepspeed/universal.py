@@ -10,7 +10,6 @@ There are thousands of such files, and many have the same pickle: it is parsed o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -39,6 +38,7 @@ from fsdpckpt.readers.deepspeed.step import (
     open_files,
     open_grid,
     plain,
+    require_in_one_group,
     require_one_run,
     section_of,
 )
@@ -209,10 +209,7 @@ class _Universal:
                 raise contradiction(file.path, what)
             for group, added in zip(groups, more, strict=True):
                 group.update({name: shape for name, shape in added.items() if name not in group})
-        listed = Counter(name for group in groups for name in group)
-        repeated = [name for name, count in listed.items() if count > 1]
-        if repeated:
-            raise contradiction(self.module.first.path, f"param_shapes has {repeated[0]} in several groups")
+        require_in_one_group(groups, self.module.first.path)
         return groups
 
     def _shape_of(self, name: str, local: tuple[int, ...]) -> tuple[int, ...]:
