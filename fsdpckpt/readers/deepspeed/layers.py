@@ -12,12 +12,15 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.readers.deepspeed.partitions import FlatGroup
+from fsdpckpt.readers.deepspeed.partitions import FlatGroup, is_count
+from fsdpckpt.readers.deepspeed.required_files import unsupported
 from fsdpckpt.readers.deepspeed.step import (
+    ModuleStates,
     StateDict,
     StepFile,
     as_mapping,
@@ -35,7 +38,7 @@ _MAX_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFile:
+class _LayerFile:
     """The file of one layer. ``names``: the module's name of each of its entries."""
 
     file: StepFile
@@ -46,7 +49,38 @@ class LayerFile:
         return {self.names[str(key)]: value for key, value in self.file.root.items()}
 
 
-def open_layers(
+def with_layers(
+    states: ModuleStates, directory: str, layers: Mapping[int, str], table: FileTable, sources: Sources
+) -> ModuleStates:
+    """``states`` with the module of the files of a pipeline's ``layers``."""
+    found = None
+    if not all(file.of_pipeline for file in states.files):
+        found = "the module in the file of module states, too"
+    elif states.partitioned:
+        found = "ZeRO 3, which DeepSpeed does not combine with a pipeline"
+    for file in states.files:
+        dimensions = file.root.get("checkpoint_parallel_dimensions")
+        cut = dimensions.get("tp_degree") if isinstance(dimensions, dict) else None
+        if is_count(cut) and cast(int, cut) > 1:
+            found = f"{plural(cast(int, cut), 'tensor-parallel rank')} in each stage"
+    if found is not None:
+        paths = [path for _, path in sorted(layers.items())]
+        raise unsupported(directory, "pipeline stages", paths, "without tensor parallelism", found)
+    shapes: FlatGroup = {}
+    for file in states.of_model_ranks:
+        for name, shape in ((name, shape) for group in states.groups(file) for name, shape in group.items()):
+            if shapes.setdefault(name, shape) != shape:
+                raise contradiction(file.path, f"{name} has another shape than in the first stage that has it")
+    others = {*states.aliases(), *states.aliases().values()}
+    for file in states.of_model_ranks:
+        frozen = file.root.get("frozen_param_shapes")
+        others.update(map(str, frozen) if isinstance(frozen, dict) else ())
+    opened = _open_layers(states.first, layers, shapes, sorted(states.buffers()), others, table, sources)
+    pairs = [(layer.file, layer.named()) for layer in opened]
+    return replace(states, layers=pairs, pipeline=_module_of(opened))
+
+
+def _open_layers(
     module: StepFile,
     layers: Mapping[int, str],
     shapes: FlatGroup,
@@ -54,7 +88,7 @@ def open_layers(
     others: Collection[str],
     table: FileTable,
     sources: Sources,
-) -> list[LayerFile]:
+) -> list[_LayerFile]:
     """Open the files ``layers`` (by number) of the step whose module states are in ``module``.
 
     ``shapes``: the optimizer's parameters. ``others``: frozen and shared parameters, as far as they are known.
@@ -67,7 +101,7 @@ def open_layers(
         require_own_number(path, _LAYER, sources)
         (file,) = open_files({0: path}, table, sources)
         keys = [str(key) for key in as_mapping(file.root, path, "its content")]
-        opened.append(LayerFile(file, {key: f"{_prefix(number, keys, known, path)}.{key}" for key in keys}))
+        opened.append(_LayerFile(file, {key: f"{_prefix(number, keys, known, path)}.{key}" for key in keys}))
     found = {name: value for layer in opened for name, value in layer.named().items()}
     missing = [name for name in dict.fromkeys([*shapes, *buffers]) if name not in found]
     if missing:
@@ -87,7 +121,7 @@ def open_layers(
     return opened
 
 
-def module_of(layers: Collection[LayerFile]) -> StateDict:
+def _module_of(layers: Collection[_LayerFile]) -> StateDict:
     """The module's state dict, layer after layer. A tied layer that was saved twice counts where it is first."""
     module: StateDict = OrderedDict()
     for layer in layers:

@@ -9,43 +9,48 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import prod
 from typing import cast
-
-import numpy as np
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
-from fsdpckpt.ir.dtypes import numpy_dtype
-from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
 from fsdpckpt.readers.deepspeed.experts import Experts, data_first, experts_of, is_of_experts, open_experts, placed
-from fsdpckpt.readers.deepspeed.layers import module_of, open_layers
+from fsdpckpt.readers.deepspeed.layers import with_layers
 from fsdpckpt.readers.deepspeed.partitions import (
     FlatGroup,
     FlatGroups,
     PartitionError,
     Slice,
-    is_count,
     optimizer_order,
     partitions_of_groups,
     partitions_of_params,
 )
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions
+from fsdpckpt.readers.deepspeed.rank_states import (
+    DESCRIBED_STATES,
+    RankStates,
+    gaps_of,
+    rank_states,
+    require_in_files,
+    require_record,
+    steps_of,
+)
 from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, ExpertFile, required_grid, unsupported
 from fsdpckpt.readers.deepspeed.step import (
+    MAX_RANKS,
     ModuleStates,
     StateDict,
     StepFile,
     add_archives,
     add_extras,
-    as_mapping,
     contradiction,
     groups_by_name,
     merge_files,
+    model_ranks_of,
     open_grid,
     plain,
     require_one_run,
@@ -56,17 +61,7 @@ from fsdpckpt.readers.model_shards import RankGrid, Shard, Shards
 from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
 from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import count_text, plural, some_of, step_text
-
-DESCRIBED_STATES = frozenset({
-    "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
-    "optimizer_state_dict", "param_slice_mappings", "group_paddings", "param_alignment_paddings", "partition_count",
-    "zero_stage", "ds_version",
-})  # fmt: skip  # of the optimizer's states: they describe the partitions
-_NUMBERS = ("float", "int", "uint")
-_SWAPPED = "offloaded_tensors"
-_MAX_LAYERS = 6  # in a message
-_MAX_RANKS = 100_000  # names have five digits
+from fsdpckpt.text import plural
 
 
 def read_zero(
@@ -100,11 +95,11 @@ def read_zero(
         optim_paths,
         model_paths,
         per_rank=partitioned,
-        world_size=min(ranks, _MAX_RANKS),
+        world_size=min(ranks, MAX_RANKS),
         model_ranks=model_ranks,
         whole_module=alone and bool(module[0].root.get("module")),
     )
-    _require_in_files(directory, optim, sources)
+    require_in_files(directory, optim, sources)
     states = ModuleStates(module, partitioned, RankGrid(*grid))
     if not layers and any(file.of_pipeline for file in module):
         raise SourceIncompleteError(
@@ -122,73 +117,6 @@ def read_zero(
     return step.tree() if not expert_files else step.with_experts(expert_files).tree()
 
 
-def model_ranks_of(module: Sequence[StepFile]) -> int:
-    """The number of model-parallel ranks in files of module states, 1 if none of them records it."""
-    recorded = [file.root.get("mp_world_size") for file in module]
-    return min(max((cast(int, ranks) for ranks in recorded if is_count(ranks)), default=1), _MAX_RANKS)
-
-
-def with_layers(
-    states: ModuleStates, directory: str, layers: Mapping[int, str], table: FileTable, sources: Sources
-) -> ModuleStates:
-    """``states`` with the module of the files of a pipeline's ``layers``."""
-    found = None
-    if not all(file.of_pipeline for file in states.files):
-        found = "the module in the file of module states, too"
-    elif states.partitioned:
-        found = "ZeRO 3, which DeepSpeed does not combine with a pipeline"
-    for file in states.files:
-        dimensions = file.root.get("checkpoint_parallel_dimensions")
-        cut = dimensions.get("tp_degree") if isinstance(dimensions, dict) else None
-        if is_count(cut) and cast(int, cut) > 1:
-            found = f"{plural(cast(int, cut), 'tensor-parallel rank')} in each stage"
-    if found is not None:
-        paths = [path for _, path in sorted(layers.items())]
-        raise unsupported(directory, "pipeline stages", paths, "without tensor parallelism", found)
-    shapes: FlatGroup = {}
-    for file in states.of_model_ranks:
-        for name, shape in ((name, shape) for group in states.groups(file) for name, shape in group.items()):
-            if shapes.setdefault(name, shape) != shape:
-                raise contradiction(file.path, f"{name} has another shape than in the first stage that has it")
-    others = {*states.aliases(), *states.aliases().values()}
-    for file in states.of_model_ranks:
-        frozen = file.root.get("frozen_param_shapes")
-        others.update(map(str, frozen) if isinstance(frozen, dict) else ())
-    opened = open_layers(states.first, layers, shapes, sorted(states.buffers()), others, table, sources)
-    pairs = [(layer.file, layer.named()) for layer in opened]
-    return replace(states, layers=pairs, pipeline=module_of(opened))
-
-
-def _require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) -> None:
-    """Refuse an optimizer that DeepSpeed offloaded to NVMe: its flat tensors are empty, and their content is in swap
-    files beside them, raw and without shapes (``save_checkpoint`` of ``deepspeed/runtime/engine.py``).
-    """
-    flat = optim[0].states.get("fp32_flat_groups")
-    swapped = isinstance(flat, (list, tuple)) and any(_is_vector(tensor) and not tensor.shape[0] for tensor in flat)
-    directory = f"{step.rstrip('/')}/{_SWAPPED}"
-    if swapped and sources.stat(directory) is not None:
-        raise SourceUnsupportedError(
-            f"{step} was saved with the optimizer on NVMe: its weights and states are in swap files",
-            file=directory,
-            why="only DeepSpeed knows where in these files each parameter is (offload_optimizer to nvme)",
-            next_step="load it with DeepSpeed as it was saved, collect all with safe_get_full_fp32_param and "
-            "safe_get_full_optimizer_state, and save that with torch.save; or save with offload_optimizer to cpu",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _RankStates:
-    """One rank's flat tensors: the fp32 weights, the states of each, and the param groups, which refer to flat tensors
-    by number.
-    """
-
-    file: StepFile
-    weights: list[StoredTensor]
-    states: list[StateDict]
-    groups: list[StateDict]
-    paddings: list[int]
-
-
 @dataclass(frozen=True, slots=True)
 class _Column:
     """One model-parallel rank: the file of its module states, the flat tensors of its data-parallel ranks, the shapes
@@ -202,7 +130,7 @@ class _Column:
     members: list[list[str]]
 
 
-def _members_of(rank: _RankStates, flat: FlatGroups) -> list[list[str]]:
+def _members_of(rank: RankStates, flat: FlatGroups) -> list[list[str]]:
     """The parameters of each param group of ``rank``."""
     groups = groups_by_name(rank.groups, flat.params, rank.file.path)
     return [cast("list[str]", group["params"]) for group in groups]
@@ -242,7 +170,7 @@ class _Step:
             paths = [file.path for file in files]
             raise unsupported(self.directory, "experts", paths, "ZeRO 1 or 2", "ZeRO 3")
         ranks, groups = len(self.optim), self.module.groups()
-        first = self._rank_states(self.optim[0])
+        first = rank_states(self.optim[0])
         experts = experts_of(self.directory, self.module.first, groups, first.groups, ranks)
         shapes: FlatGroup = {}
         for expert_rank in range(experts.size):
@@ -254,8 +182,8 @@ class _Step:
         return _Step(self.directory, optim, module, self.table, self.sources, experts)
 
     def tree(self) -> PartContents:
-        ranks = [self._rank_states(file) for file in self.optim]
-        steps = {rank.file.path: self._steps(rank) for rank in ranks}
+        ranks = [rank_states(file) for file in self.optim]
+        steps = {rank.file.path: steps_of(rank, self.sources) for rank in ranks}
         require_same(self.directory, self.optim, lambda file: steps[file.path])
         if self.experts is None and any(map(is_of_experts, ranks[0].groups)):
             raise SourceIncompleteError(
@@ -285,7 +213,7 @@ class _Step:
         self._describe(tree, trained)
         return tree
 
-    def _column(self, module: StepFile, ranks: Sequence[_RankStates]) -> _Column:
+    def _column(self, module: StepFile, ranks: Sequence[RankStates]) -> _Column:
         """The flat tensors of one model-parallel rank, whose module states are in ``module``."""
         groups = self.module.groups(module)
         of_rank = [rank for rank in ranks if rank.file.model_rank == module.model_rank]
@@ -293,7 +221,7 @@ class _Step:
         shapes = {name: shape for group in groups for name, shape in group.items()}
         return _Column(module, module.model_rank, flat, shapes, _members_of(of_rank[0], flat))
 
-    def _expert_columns(self, ranks: Sequence[_RankStates], experts: Experts) -> list[_Column]:
+    def _expert_columns(self, ranks: Sequence[RankStates], experts: Experts) -> list[_Column]:
         """The flat tensors of each expert-parallel rank. Those of experts are divided among the ranks that have them,
         the others among all.
         """
@@ -340,48 +268,8 @@ class _Step:
 
     # The content of the files
 
-    def _rank_states(self, file: StepFile) -> _RankStates:
-        states = file.states
-        stage_3 = "fp32_flat_groups" in states
-        base = states.get("optimizer_state_dict" if stage_3 else "base_optimizer_state")
-        weights = states.get("fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups")
-        if not isinstance(weights, (list, tuple)) or not all(map(_is_vector, weights)):
-            raise contradiction(file.path, "its fp32 weights are not a list of flat tensors")
-        count = len(weights)
-        paddings = [0] * count
-        saved = states.get("group_paddings")
-        stripped = "zero_stage" in states  # BF16_Optimizer does not take the padding off, and names no stage
-        if stripped and isinstance(saved, (list, tuple)) and len(saved) == count and all(map(is_count, saved)):
-            paddings = list(map(int, saved))
-        flat = cast("list[StoredTensor]", list(weights))
-        if isinstance(base, list):  # elastic checkpoints have only the states
-            if len(base) != count:
-                raise contradiction(file.path, f"it has the states of {len(base)} of {count} flat tensors")
-            by_number = [as_mapping(states, file.path, "base_optimizer_state") for states in base]
-            return _RankStates(file, flat, by_number, [{"params": [number]} for number in range(count)], paddings)
-        optimizer = as_mapping(base, file.path, "the optimizer's state dict")
-        state = as_mapping(optimizer.get("state"), file.path, "state")
-        groups = optimizer.get("param_groups")
-        if not isinstance(groups, list) or set(state) - set(range(count)):
-            raise contradiction(file.path, f"its optimizer does not have the states of {count} flat tensors")
-        param_groups = [as_mapping(group, file.path, "param_groups") for group in groups]
-        by_number = [as_mapping(state.get(number, {}), file.path, f"state.{number}") for number in range(count)]
-        return _RankStates(file, flat, by_number, param_groups, paddings)
-
-    def _steps(self, rank: _RankStates) -> str | None:
-        """The optimizer's steps of the flat tensors; None if they have none."""
-        steps: dict[str, None] = {}
-        for states in rank.states:
-            step = states.get("step")
-            if isinstance(step, StoredTensor) and prod(step.shape) == 1 and step.dtype.kind in _NUMBERS:
-                data = self.sources.open(rank.file.path).read(rank.file.offset(step), step.dtype.itemsize)
-                steps[step_text(float(np.frombuffer(data, numpy_dtype(step.dtype))[0]))] = None
-            elif is_count(step):
-                steps[count_text(cast(int, step))] = None
-        return f"after {some_of(list(steps))} steps of the optimizer" if steps else None
-
     def _partitions(
-        self, ranks: Sequence[_RankStates], shapes: Sequence[FlatGroup], numbers: Sequence[int] | None = None
+        self, ranks: Sequence[RankStates], shapes: Sequence[FlatGroup], numbers: Sequence[int] | None = None
     ) -> FlatGroups:
         """The places of the parameters in the flat tensors that are divided among ``ranks``: those with these
         ``numbers``, or all of them.
@@ -394,36 +282,14 @@ class _Step:
         try:
             if self.module.partitioned:
                 return partitions_of_params(shapes, lengths)
-            flat = partitions_of_groups(shapes, self._gaps(ranks[0], numbers), lengths)
+            flat = partitions_of_groups(shapes, gaps_of(ranks[0], numbers), lengths)
         except PartitionError as error:
             raise contradiction(ranks[0].file.path, str(error)) from None
         if self._round_robin():
             flat.params = [optimizer_order(names, len(ranks)) for names in flat.params]
         else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
-            self._require_record(ranks, flat, numbers)
+            require_record(ranks, flat, numbers)
         return flat
-
-    def _gaps(self, rank: _RankStates, numbers: Sequence[int]) -> list[list[int]]:
-        """The padding after each parameter of the flat tensors ``numbers`` (``parameter_alignment``)."""
-        gaps = rank.file.states.get("param_alignment_paddings")
-        if gaps is None:
-            return [[]] * len(numbers)
-        if not isinstance(gaps, (list, tuple)) or len(gaps) != len(rank.weights):
-            raise contradiction(rank.file.path, "its param_alignment_paddings are not those of its flat tensors")
-        if not all(isinstance(counts, (list, tuple)) and all(map(is_count, counts)) for counts in gaps):
-            raise contradiction(rank.file.path, "its param_alignment_paddings are not numbers of elements")
-        return [list(map(int, cast("list[int]", gaps[number]))) for number in numbers]
-
-    def _require_record(self, ranks: Sequence[_RankStates], flat: FlatGroups, numbers: Sequence[int]) -> None:
-        """Compare the computed places with those that the files record since DeepSpeed 0.7."""
-        for rank, slices in zip(ranks, flat.slices, strict=True):
-            record = self._record(rank)
-            if record is None:
-                continue
-            computed = [{part.name: (part.count, part.at) for part in group} for group in slices]
-            if len(record) != len(rank.weights) or [record[number] for number in numbers] != computed:
-                what = "its parameters are not where the shapes and the number of ranks put them"
-                raise contradiction(rank.file.path, what)
 
     def _round_robin(self) -> bool:
         """Whether the parameters of a flat tensor were dealt to the ranks in turn."""
@@ -435,31 +301,10 @@ class _Step:
         """DeepSpeed's configuration."""
         return self.optim[0].root.get("ds_config", self.module.first.root.get("ds_config"))
 
-    def _record(self, rank: _RankStates) -> list[dict[str, tuple[int, int]]] | None:
-        groups = rank.file.states.get("param_slice_mappings")
-        if groups is None:
-            return None
-        if not isinstance(groups, (list, tuple)):
-            raise contradiction(rank.file.path, "its param_slice_mappings are not a list")
-        return [
-            {
-                str(name): self._fragment(address, rank.file.path)
-                for name, address in as_mapping(group, rank.file.path, "param_slice_mappings").items()
-            }
-            for group in groups
-        ]
-
-    def _fragment(self, address: object, path: str) -> tuple[int, int]:
-        state = address.state if isinstance(address, Object) else None
-        numel, start = (state.get("numel"), state.get("start")) if isinstance(state, dict) else (None, None)
-        if not is_count(numel) or not is_count(start):
-            raise contradiction(path, "its param_slice_mappings hold addresses of an unknown form")
-        return cast(int, numel), cast(int, start)
-
     # The ranks' files, rewritten
 
     def _named(
-        self, rank: _RankStates, column: _Column, partitions: Partitions, members: Sequence[Sequence[str]]
+        self, rank: RankStates, column: _Column, partitions: Partitions, members: Sequence[Sequence[str]]
     ) -> StateDict:
         """One rank's optimizer file with parameters in place of flat tensors. ``members``: of each param group."""
         slices = {part.name: part for group in column.flat.slices[rank.file.data_rank] for part in group}
@@ -476,7 +321,7 @@ class _Step:
         return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "extra": extra}
 
     def _parameter(
-        self, rank: _RankStates, number: int, name: str, place: Slice | None, partitions: Partitions
+        self, rank: RankStates, number: int, name: str, place: Slice | None, partitions: Partitions
     ) -> tuple[Distributed, StateDict]:
         """The weight and the states of one parameter: its parts of ``rank``'s flat tensor ``number``."""
         path, weight = rank.file.path, rank.weights[number]
@@ -522,7 +367,3 @@ class _Step:
             tree.notes.append(
                 Note("groups-rebuilt", "an elastic checkpoint has no hyper-parameters of its param groups")
             )
-
-
-def _is_vector(value: object) -> bool:
-    return isinstance(value, StoredTensor) and len(value.shape) == 1

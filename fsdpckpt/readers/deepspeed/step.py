@@ -35,6 +35,7 @@ StateDict: TypeAlias = dict[Key, object]
 
 _RANK = re.compile(r"^((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,5})(_mp_rank_\d{1,5}_(?:optim|model)_states)$")
 _MODEL_RANK = re.compile(r"^(?:.*_)?mp_rank_(\d{1,5})_(?:optim|model)_states$", re.DOTALL)
+MAX_RANKS = 100_000  # names have five digits
 _MAX_NAMES = 4
 _DESCRIBED = frozenset({
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names",
@@ -120,6 +121,12 @@ def require_one_run(directory: str, files: Sequence[StepFile]) -> int:
     ranks = max(map(_recorded_ranks, files))
     require_same(directory, files, lambda file: "by more ranks" if file.data_rank >= ranks > 0 else _by_ranks(ranks))
     return ranks
+
+
+def model_ranks_of(module: Sequence[StepFile]) -> int:
+    """The number of model-parallel ranks in files of module states, 1 if none of them records it."""
+    recorded = [file.root.get("mp_world_size") for file in module]
+    return min(max((cast(int, ranks) for ranks in recorded if is_count(ranks)), default=1), MAX_RANKS)
 
 
 def _by_ranks(ranks: int) -> str | None:

@@ -23,8 +23,9 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.autotp import records_shards, shards_of_autotp
+from fsdpckpt.readers.deepspeed.layers import with_layers
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup
-from fsdpckpt.readers.deepspeed.read import DESCRIBED_STATES, model_ranks_of, with_layers
+from fsdpckpt.readers.deepspeed.rank_states import DESCRIBED_STATES
 from fsdpckpt.readers.deepspeed.required_files import OPTIMIZER_STATE, ZERO, required_grid
 from fsdpckpt.readers.deepspeed.step import (
     ModuleStates,
@@ -35,6 +36,7 @@ from fsdpckpt.readers.deepspeed.step import (
     contradiction,
     groups_by_name,
     merge_files,
+    model_ranks_of,
     open_files,
     open_grid,
     plain,
