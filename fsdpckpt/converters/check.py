@@ -43,7 +43,7 @@ from fsdpckpt.storage import is_url
 from fsdpckpt.storage.places import is_within
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.upload import UPLOADED_LAST
-from fsdpckpt.transform.parameter_order import from_units
+from fsdpckpt.transform.order_sources import from_units
 from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
 from fsdpckpt.writers.dtensor_pickle import has_fsdp_empties, target_version

@@ -35,14 +35,10 @@ from fsdpckpt.transform.naming import (
     name_places,
     shapes_text,
 )
-from fsdpckpt.transform.parameter_order import (
-    BY_USER,
-    ParameterOrder,
-    contradictions,
-    listed_param_names,
-    parameter_orders,
-)
+from fsdpckpt.transform.order_sources import BY_USER, listed_param_names
+from fsdpckpt.transform.parameter_order import ParameterOrder, contradictions
 from fsdpckpt.transform.spanning import require_same_members
+from fsdpckpt.transform.stated_orders import parameter_orders
 
 _KEYS_IN_MESSAGE = 12
 

@@ -20,8 +20,8 @@ from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.parameter_order import parameter_orders
 from fsdpckpt.transform.rekey import apply_key_type
+from fsdpckpt.transform.stated_orders import parameter_orders
 from tests.oracle import toy
 from tests.oracle.session import Oracle
 

@@ -15,8 +15,8 @@ from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.transform.parameter_order import parameter_orders
 from fsdpckpt.transform.rekey import apply_key_type
+from fsdpckpt.transform.stated_orders import parameter_orders
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 from tests.ir.checkpoints import with_origin
 

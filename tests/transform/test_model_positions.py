@@ -16,7 +16,7 @@ from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.transform.model_positions import by_place, counts_over_model
-from fsdpckpt.transform.parameter_order import from_list, from_param_names
+from fsdpckpt.transform.order_sources import from_list, from_param_names
 from fsdpckpt.transform.rekey import recounted, to_ids, to_names
 from tests.flat.flat_synthetic import checkpoint, whole
 from tests.ir.optimizers import with_setting

@@ -16,15 +16,10 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
 from fsdpckpt.ir.units import Unit, Units
-from fsdpckpt.transform.parameter_order import (
-    ParameterOrder,
-    from_list,
-    from_model,
-    from_param_names,
-    from_units,
-    parameter_orders,
-)
+from fsdpckpt.transform.order_sources import from_list, from_model, from_param_names, from_units
+from fsdpckpt.transform.parameter_order import ParameterOrder
 from fsdpckpt.transform.rekey import apply_key_type, to_names
+from fsdpckpt.transform.stated_orders import parameter_orders
 from tests.ir.checkpoints import with_origin
 from tests.transform.orders import order_of
 

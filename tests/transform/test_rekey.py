@@ -16,7 +16,8 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
 from fsdpckpt.transform.assignment import in_any_order, in_order
-from fsdpckpt.transform.parameter_order import ParameterOrder, from_list, from_param_names
+from fsdpckpt.transform.order_sources import from_list, from_param_names
+from fsdpckpt.transform.parameter_order import ParameterOrder
 from fsdpckpt.transform.rekey import to_ids, to_names
 from tests.ir.optimizers import with_entry, with_setting
 from tests.transform.orders import order_of

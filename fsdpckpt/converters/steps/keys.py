@@ -12,7 +12,7 @@ from fsdpckpt.ir import IdRule, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.recognition import id_rule_of
-from fsdpckpt.transform.parameter_order import from_param_names
+from fsdpckpt.transform.order_sources import from_param_names
 from fsdpckpt.transform.rekey import recounted
 
 

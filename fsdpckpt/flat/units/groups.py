@@ -18,7 +18,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.text import some_of
 from fsdpckpt.transform.id_order import Names, listed_order
-from fsdpckpt.transform.parameter_order import from_param_names, groups_by_user
+from fsdpckpt.transform.order_sources import from_param_names
+from fsdpckpt.transform.stated_orders import groups_by_user
 
 
 def given_groups(
