@@ -119,18 +119,19 @@ def _of_reference(
     optim = checkpoint.optim
     if optim is None:
         return
+    own_names = _names_in(checkpoint)
     stated: list[ParameterOrder | None] = []
     if reference.units is not None:
         stated.append(from_units(reference.units, f"the units of {reference.origin.units_from}"))
     if reference.optim is not None:
         source = f"the param groups of {reference.source}"
-        stated.append(from_param_names(reference.optim, _names_in(checkpoint)))
-        listed = from_groups(reference.optim, source, _names_in(checkpoint))
-        stated.append(_as_job_lists(listed.named_like(_names_in(checkpoint)), of_model) if listed is not None else None)
+        stated.append(from_param_names(reference.optim, own_names))
+        listed = from_groups(reference.optim, source, own_names)
+        stated.append(_as_job_lists(listed.named_like(own_names), of_model) if listed is not None else None)
     for order in stated:
         if order is None:
             continue
-        like = order.named_like(_names_in(checkpoint))
+        like = order.named_like(own_names)
         with_shapes = like.with_shapes_of([each for each in (names, of_model) if each is not None])
         if _may_be_groups_of(optim, with_shapes):
             yield with_shapes
