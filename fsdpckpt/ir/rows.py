@@ -12,7 +12,6 @@ from enum import Enum, StrEnum, auto
 from typing import Final
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
-from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.parameters import RowNumber
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
@@ -36,24 +35,16 @@ ABSENT: Final = _Absent.ABSENT
 
 @dataclass(slots=True, eq=False)  # Final, not frozen: there are many
 class Row:
-    """One row. ``value``: its entry in the model section. ``kind``: what is known of it.
-
-    ``unit``: the prefix of the FSDP1 unit that holds it; None if it is in none, or that is not known.
-    """
+    """One row. ``value``: its entry in the model section. ``kind``: what is known of it."""
 
     name: Final[str]
     value: Final[Tensor | Value | _Absent]
     kind: Final[RowKind]
-    unit: Final[str | None] = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The global shape, None for a value that is no tensor."""
         return self.value.shape if isinstance(self.value, Tensor) else None
-
-    @property
-    def dtype(self) -> DType | None:
-        return self.value.dtype if isinstance(self.value, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +66,14 @@ class Parameters:
 
         ``trained``: the names of its parameters. ``others``: those of entries that a user added to its states.
         """
-        model, units = checkpoint.model, checkpoint.units.unit_of() if checkpoint.units is not None else {}
+        model = checkpoint.model
         in_model = model.params if model is not None else {}
         parameters, parameter = dict.fromkeys(trained), RowKind.PARAMETER
         rows = []
         for name in dict.fromkeys((*in_model, *parameters, *others)):
             value = in_model.get(name, ABSENT)
             kind = parameter if name in parameters else _kind(value)
-            rows.append(Row(name, value, kind, units[name].prefix if name in units else None))
+            rows.append(Row(name, value, kind))
         return cls(tuple(rows), len(in_model) if model is not None else None, model.metadata if model else None)
 
     def by_name(self) -> dict[str, RowNumber]:
@@ -93,12 +84,8 @@ class Parameters:
         rows = []
         for row in self.rows:
             new = names.get(row.name, row.name)
-            rows.append(row if new == row.name else Row(new, row.value, row.kind, row.unit))
+            rows.append(row if new == row.name else Row(new, row.value, row.kind))
         return replace(self, rows=tuple(rows))
-
-    def of_kind(self, kind: RowKind) -> list[str]:
-        """The names of the rows of ``kind``, in the model's order."""
-        return [row.name for row in self.rows if row.kind is kind]
 
     def sharing(self) -> list[tuple[RowNumber, ...]]:
         """The rows that have the same bytes of the source, group by group: those of shared parameters."""
