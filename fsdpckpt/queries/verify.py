@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fsdpckpt import flags
 from fsdpckpt.converters.target.form_choice import writable_flavor
-from fsdpckpt.describe import describe_incomplete, suggest_readable
 from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.options.commands import VerifyOptions
@@ -28,6 +27,8 @@ def verify(source: str, options: VerifyOptions, progress: Progress) -> Verificat
             with listing_all_damage(source, sources):
                 (opened,) = open_all([source], sources, options.units, options.ignore_file)
         except SourceError as error:
+            from fsdpckpt.describe import describe_incomplete, suggest_readable  # on the way to an error only
+
             left = describe_incomplete(source, error, sources)
             if left is not None:
                 suggest_readable(error, left)
