@@ -176,13 +176,22 @@ class Streamed(Spooled):
 
     @property
     def copy_memory(self) -> int:
-        return self.options.max_memory + self._part - self._budget.threads * (COPIES + 1) * self._part
+        return self._memory - self._budget.threads * self._of_parts
+
+    @property
+    def _memory(self) -> int:
+        """Bytes of the whole: see ``budget_for``."""
+        return self.options.max_memory + self._part
+
+    @property
+    def _of_parts(self) -> int:
+        """Bytes of the parts of one thread: of the one that it fills, and of the one that it sends."""
+        return (COPIES + 1) * self._part
 
     def _divide_memory(self, budget: Budget, plan: Plan) -> None:
         longest = max((file.nbytes for file in plan.files), default=0)
         self._part = max(PART, -(-longest // MAX_PARTS))
-        of_parts, needed = (COPIES + 1) * self._part, _memory_for(self._part, self.group.world_size)
-        memory = self.options.max_memory + self._part
+        needed = _memory_for(self._part, self.group.world_size)
         if needed > self.options.max_memory:
             raise UsageError(
                 f"{flags.max_memory} is too small to send parts of {size_text(self._part)}",
@@ -192,8 +201,9 @@ class Streamed(Spooled):
                 next_step=f"{flags.max_memory(f'{-(-needed >> 20)}MiB')}, or {flags.staging('DIR')} with room for all "
                 "of the output",
             )
-        threads = max(min(budget.threads, memory // (of_parts + BUFFERS_PER_THREAD * (LARGEST_WINDOW // 2))), 1)
-        window = (memory // threads - of_parts) // BUFFERS_PER_THREAD // SMALLEST_WINDOW * SMALLEST_WINDOW
+        share = self._of_parts + BUFFERS_PER_THREAD * (LARGEST_WINDOW // 2)
+        threads = max(min(budget.threads, self._memory // share), 1)
+        window = (self._memory // threads - self._of_parts) // BUFFERS_PER_THREAD // SMALLEST_WINDOW * SMALLEST_WINDOW
         self._budget = Budget(threads, max(min(window, LARGEST_WINDOW), SMALLEST_WINDOW))
 
     def find_work(self, prepared: Prepared, budget: Budget, sources: Sources) -> Note | None:
@@ -413,14 +423,14 @@ class Streamed(Spooled):
         notes = report.notes
         if not report.dry_run and os.path.lexists(self._spool.root):
             notes = (*notes, self._left_behind_note())
-        memory = self._budget.nbytes + self._budget.threads * (COPIES + 1) * self._part
+        memory = self._budget.nbytes + self._budget.threads * self._of_parts
         return replace(
             report.uploaded_to(self._url),
             notes=notes,
             replaced=self._replaced,
             streamed=True,
             disk_free=None,
-            peak_memory_planned=min(memory, self.options.max_memory + self._part),
+            peak_memory_planned=min(memory, self._memory),
         )
 
     def discard_useless(self, error: BaseException, *, several_journals: bool) -> None:
