@@ -69,10 +69,8 @@ class Table:
         words_of = tuple(
             None if words is None else tuple(Word(text, row_of[name], name) for text, name in words) for words in listed
         )
-        users = [entry.key for entry in optim.entries if entry.key in others]
-        return cls(
-            parameters, optim, tuple(rows), words_of, {key: row_of[key] for key in users if isinstance(key, str)}
-        )
+        users = [entry.key for entry in optim.entries if by_name and isinstance(entry.key, str)]
+        return cls(parameters, optim, tuple(rows), words_of, {key: row_of[key] for key in users})
 
     def names(self) -> list[str]:
         """Every name, the model's first."""
