@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, combinations, pairwise
+from itertools import combinations
 from math import prod
 from typing import TypeAlias
 
@@ -33,6 +33,7 @@ from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, place_units
 from fsdpckpt.text import some_of
 from fsdpckpt.transform.assignment import in_order
+from fsdpckpt.transform.parameter_order import cut
 
 _PADDING = 16  # elements: an upper bound of the alignment that one parameter adds
 _PARAMETERS = ("weight", "bias")  # of a layer of torch.nn: no buffer has these last components
@@ -319,11 +320,10 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
         token = shown.get(numbers[number])
         return token is None or token in expected[keys[key]]
 
-    ends = list(accumulate(map(len, ids), initial=0))
+    sizes = list(map(len, ids))
     groups: list[Groups | None] = []
-    for positions in in_order([len(group) for group in ids], len(keys), fits, effort=_MOST) or ():
-        in_positions = [keys[position] for position in positions]
-        groups.append(tuple(tuple(in_positions[low:high]) for low, high in pairwise(ends)))
+    for positions in in_order(sizes, len(keys), fits, effort=_MOST) or ():
+        groups.append(cut([keys[position] for position in positions], sizes))
     return groups or ([None] if sliced else [])
 
 
