@@ -55,6 +55,13 @@ class PartsUpload(ABC):
     def abort(self) -> None:
         """Remove the parts that were sent, if the store does not do so itself. Raises nothing."""
 
+    @classmethod
+    @abstractmethod
+    def leftovers(cls, filesystem: Any, bucket: str, prefix: str, url: str) -> Leftovers:
+        """Those of objects in ``bucket`` whose names begin with ``prefix``, if the store does not remove them itself.
+        Raises TargetUnwritableError.
+        """
+
 
 class S3Upload(PartsUpload):
     def __init__(self, filesystem: Any, path: str, url: str) -> None:
@@ -211,7 +218,7 @@ class AzureUpload(PartsUpload):
 
 
 _REMOVING = "removing the parts of an interrupted upload"
-_KINDS: Mapping[str, type[S3Upload | GoogleUpload | AzureUpload]] = {
+_KINDS: Mapping[str, type[PartsUpload]] = {
     "s3fs": S3Upload,
     "gcsfs": GoogleUpload,
     "adlfs": AzureUpload,
