@@ -11,6 +11,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.checkpoint import NamedSection, Note, Section
@@ -19,6 +20,7 @@ from fsdpckpt.readers.counters import counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.text import plural
 
+_MOST_MISSING = 10_000  # parts that are named
 # accelerate's names of parts; the first may have no number.
 _NUMBERED = re.compile(r"(?P<stem>pytorch_model_fsdp|optimizer)(?:_(?P<number>\d+))?(?:\.bin)?")
 _WITHOUT_FSDP = (  # of other programs, too: only beside what accelerate alone writes
@@ -110,8 +112,7 @@ def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
     if numbers[Section.MODEL].keys() == numbers[Section.OPTIM].keys():
         return
     for section, of_section in numbers.items():
-        absent = [number for number in range(max(of_section, default=0)) if number not in of_section]
-        if not absent:
+        if len(of_section) > max(of_section, default=-1):
             continue
         last = of_section[max(of_section)]
         if _numbered(last, parts) is None or last.origin.name.endswith((".pt", ".pth")):
@@ -121,6 +122,9 @@ def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
             )
             last.sections.notes.append(Note("part-of", message, for_verify=True))
             continue
+        # One at a time: a name may have a number that counts more than there is memory for.
+        missing = (number for number in range(max(of_section)) if number not in of_section)
+        absent = list(islice(missing, _MOST_MISSING))
         is_file = "." in last.origin.name  # the first one of several files has no number, and of directories it has 0
         numbered = [f"_{number}" if number or not is_file else "" for number in absent]
         names = [re.sub(r"_\d+", number, last.origin.name, count=1) for number in numbered]

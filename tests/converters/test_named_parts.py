@@ -286,6 +286,19 @@ def test_one_numbered_optimizer_is_perhaps_one_of_several(tmp_path: Path) -> Non
     assert fsdpckpt.verify(tmp_path).notes == ()
 
 
+def test_a_number_may_be_a_date_and_a_time(tmp_path: Path) -> None:
+    """The numbers before it are not counted one by one."""
+    weights, states = trained(0)
+    torch.save(weights, tmp_path / "model_20240101120000.pt")
+    (note,) = [each for each in fsdpckpt.verify(tmp_path).notes if "if it is one of several" in each]
+    assert "model_20240101120000.pt has a number" in note
+    (tmp_path / "model_20240101120000.pt").unlink()
+    torch.save(states, tmp_path / "optimizer_20240101120000.bin")
+    with pytest.raises(SourceIncompleteError, match="but not the ones before it") as caught:
+        fsdpckpt.inspect(tmp_path)
+    assert caught.value.details[0] == "optimizer.bin is missing" and len(caught.value.details) == 10_000
+
+
 def test_the_slices_of_one_rank_are_no_whole_optimizer(tmp_path: Path) -> None:
     sliced = {"state": {0: {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     torch.save(sliced, tmp_path / "optim_1.pt")
