@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import islice
 
 from fsdpckpt.errors import SourceIncompleteError
-from fsdpckpt.ir.checkpoint import NamedSection, Note, Section
+from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.readers.counters import counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.text import plural
@@ -63,13 +64,14 @@ def with_names(parts: Sequence[ReadPart], source: str) -> list[ReadPart]:
 _WORDS: Mapping[Section, str] = {Section.MODEL: "model", Section.OPTIM: "optimizer"}
 
 
-def _content(part: ReadPart, section: Section) -> object:
+def _content(part: ReadPart, section: Section) -> ModelState | Optimizer | None:
     return part.sections.model if section is Section.MODEL else part.sections.optim
 
 
 def _keys(candidates: Sequence[ReadPart], parts: Sequence[ReadPart], section: Section) -> list[str] | None:
     """The key of each; None if they are not certainly several sections."""
-    numbered = [_numbered(part, parts) for part in candidates]
+    directories = _written_by_accelerate(parts)
+    numbered = [_numbered(part, directories) for part in candidates]
     found = [f"{match['stem']}_{match['number'] or 0}" for match in numbered if match is not None]
     if len(set(found)) == len(candidates):
         return found
@@ -86,27 +88,32 @@ def _keys(candidates: Sequence[ReadPart], parts: Sequence[ReadPart], section: Se
     return names if not _share_names(candidates, section) or with_other >= set(modules) else None
 
 
-def _numbered(part: ReadPart, parts: Sequence[ReadPart]) -> re.Match[str] | None:
-    """The name of ``part`` as accelerate numbers parts; None if it is no such name."""
-    name, directory = part.origin.name, part.origin.directory
+def _written_by_accelerate(parts: Sequence[ReadPart]) -> frozenset[str]:
+    """The directories of ``parts`` with what accelerate alone writes."""
+    return frozenset(part.origin.directory for part in parts if _BY_ACCELERATE.fullmatch(part.origin.name))
+
+
+def _numbered(part: ReadPart, by_accelerate: Set[str]) -> re.Match[str] | None:
+    """The name of ``part`` as accelerate numbers parts; None if it is no such name. ``by_accelerate``: the directories
+    with what it alone writes.
+    """
+    name = part.origin.name
     match = _NUMBERED.fullmatch(part.stem) or _NUMBERED.fullmatch(name)
-    if match is not None:
+    if match is not None or part.origin.directory not in by_accelerate:
         return match
-    by_accelerate = any(
-        other.origin.directory == directory and _BY_ACCELERATE.fullmatch(other.origin.name) for other in parts
-    )
     matches = (pattern.fullmatch(name) for pattern in _WITHOUT_FSDP)
-    return next((match for match in matches if match is not None), None) if by_accelerate else None
+    return next((match for match in matches if match is not None), None)
 
 
 def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
     """Raises SourceIncompleteError if ``parts`` that accelerate numbers are not all there. If the numbers of models and
     of optimizers are the same ones, they are those of something else. What other programs number is only noted.
     """
+    directories = _written_by_accelerate(parts)
     numbers: dict[Section, dict[int, ReadPart]] = {Section.MODEL: {}, Section.OPTIM: {}}
     for section, of_section in numbers.items():
         for part in parts:
-            match = _numbered(part, parts) or _COUNTED.fullmatch(part.stem)
+            match = _numbered(part, directories) or _COUNTED.fullmatch(part.stem)
             if _content(part, section) is not None and match is not None:
                 of_section[int(match["number"] or 0)] = part
     if numbers[Section.MODEL].keys() == numbers[Section.OPTIM].keys():
@@ -115,7 +122,7 @@ def _require_all_numbers(parts: Sequence[ReadPart], source: str) -> None:
         if len(of_section) > max(of_section, default=-1):
             continue
         last = of_section[max(of_section)]
-        if _numbered(last, parts) is None or last.origin.name.endswith((".pt", ".pth")):
+        if _numbered(last, directories) is None or last.origin.name.endswith((".pt", ".pth")):
             message = (
                 f"{last.label} has a number, and no other {_WORDS[section]} is here: if it is one of several, the "
                 "others are missing"
@@ -173,16 +180,11 @@ def _share_names(candidates: Sequence[ReadPart], section: Section) -> bool:
 
 def _as_named(part: ReadPart, section: Section, key: str) -> ReadPart:
     """``part`` with its ``section`` as the named one of ``key``."""
-    sections = part.sections
-    content = sections.model if section is Section.MODEL else sections.optim
+    sections, content = part.sections, _content(part, section)
     if content is None:
         return part
-    path = sections.model_path if section is Section.MODEL else sections.optim_path
     named = [*sections.named, NamedSection(section, key, (key,), content)]
     # Where in its file the section was says nothing of one that its file names. The list is a copy: it may grow.
     rest = replace(sections, named=named, where=[], notes=list(sections.notes))
-    if section is Section.MODEL:
-        changed = replace(rest, model=None, model_path=path)
-    else:
-        changed = replace(rest, optim=None, optim_path=path)
+    changed = replace(rest, model=None) if section is Section.MODEL else replace(rest, optim=None)
     return replace(part, sections=changed)
