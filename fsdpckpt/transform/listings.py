@@ -10,6 +10,7 @@ import numpy as np
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean, keeps_order, revisits_a_module, sorted_by_a_tool
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Slices, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Units
@@ -91,6 +92,11 @@ def optimizer_names(checkpoint: Checkpoint, source: str) -> Listing | None:
     names = [name for name in order if name in named] if ordered else list(named)
     rows = tuple(named[name] for name in names)
     return Listing(rows, source, ordered, in_model_order=False) if named else None
+
+
+def listed_names(optim: Optimizer) -> list[list[str]]:
+    """The names that each param group lists; empty if there are no groups."""
+    return [[clean(str(key)) for key in keys] for keys in optim.in_groups()]
 
 
 def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:

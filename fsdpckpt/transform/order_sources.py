@@ -17,7 +17,7 @@ from fsdpckpt.ir.parameters import Named, Parameter, RowNumber
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.flattened import is_flat_key
-from fsdpckpt.transform.listings import units_names, whole_tensors
+from fsdpckpt.transform.listings import listed_names, units_names, whole_tensors
 from fsdpckpt.transform.parameter_order import Doubt, ParameterOrder
 
 BY_USER = f"{flags.parameters}"
@@ -48,7 +48,7 @@ def from_groups(optim: Optimizer, source: str, names_to_match: Collection[str] =
     """
     if optim.key_type != "name" or optim.groups is None:
         return None
-    groups = [[clean(str(key)) for key in keys] for keys in optim.in_groups()]
+    groups = listed_names(optim)
     names = without_module(chain(*groups), names_to_match)
     if not names or len(set(names)) != len(names) or any(map(is_flat_key, names)):
         return None

@@ -16,6 +16,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import ShownShapes, fits, has_scalars
 from fsdpckpt.ir.units import Groups, Units, first_misplaced
 from fsdpckpt.transform.id_order import in_model_order, listed_order
+from fsdpckpt.transform.listings import listed_names
 from fsdpckpt.transform.order_sources import from_groups, from_list, from_model, from_param_names, from_units
 from fsdpckpt.transform.parameter_order import ParameterOrder, cut
 
@@ -41,8 +42,8 @@ def parameter_orders(
         label = f"the units of {checkpoint.origin.units_from}" if of_checkpoint else "the units"
         orders.append(from_units(units, label).named_like(names))
     if checkpoint.optim is not None:
-        listed_names = from_param_names(checkpoint.optim, names)
-        orders.append(listed_names.named_like(names) if listed_names is not None else None)
+        in_words = from_param_names(checkpoint.optim, names)
+        orders.append(in_words.named_like(names) if in_words is not None else None)
     listed = None if parameters is None else from_list(parameters, names).named_like(names)
     told = [order.names for order in (*orders, listed) if order is not None]
     keyed = _keyed_names(checkpoint).union(*told, parameters or ())
@@ -174,8 +175,7 @@ def _may_be_groups_of(optim: Optimizer, order: ParameterOrder) -> bool:
 
 def _have_the_keys(groups: Groups, optim: Optimizer) -> bool:
     """Whether each group of ``optim``, which is keyed by name, has the names of one of ``groups``, in any order."""
-    of_optim = [{clean(str(key)) for key in keys} for keys in optim.in_groups()]
-    return of_optim == [set(group) for group in groups]
+    return [*map(set, listed_names(optim))] == [*map(set, groups)]
 
 
 def _names_in(checkpoint: Checkpoint) -> list[str]:

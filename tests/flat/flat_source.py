@@ -16,7 +16,6 @@ from torch.distributed._shard import load_with_process_group
 from fsdpckpt.flat.flatten import lay_out
 from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.units import keyed_groups
-from fsdpckpt.flat.units.request import listed_names
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
@@ -25,6 +24,7 @@ from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.transform.listings import listed_names
 from fsdpckpt.transform.missing_state import require_complete
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.materialise import materialise

@@ -13,11 +13,12 @@ from typing import NamedTuple
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.units.build import keyed_groups, listed_keys, regrouped, returns_to_a_unit
-from fsdpckpt.flat.units.request import UnitsRequest, listed_names
+from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.text import some_of
 from fsdpckpt.transform.id_order import Names, listed_order
+from fsdpckpt.transform.listings import listed_names
 from fsdpckpt.transform.order_sources import from_param_names
 from fsdpckpt.transform.stated_orders import groups_by_user
 

@@ -48,7 +48,7 @@ from fsdpckpt.readers.protocol import MANIFEST, Locate
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.listings import model_names, optimizer_names
+from fsdpckpt.transform.listings import listed_names, model_names, optimizer_names
 from fsdpckpt.transform.parameter_order import cut
 
 
@@ -340,11 +340,6 @@ def _group_contradictions(units: Units, optim: Optimizer) -> Iterator[str]:
             yield f"param group {number} lists {key}, and the units do not"
         for key in sorted({*expected} - optional):
             yield f"no param group lists {key}, which is in group {number} of the units"
-
-
-def listed_names(optim: Optimizer) -> Sequence[Sequence[str]]:
-    """The names that each param group lists; empty if there are no groups."""
-    return [[clean(str(key)) for key in keys] for keys in optim.in_groups()]
 
 
 def units_path(path: str) -> str:

@@ -25,7 +25,6 @@ from fsdpckpt.flat.units.request import (
     ResolvedUnits,
     UnitsRequest,
     contradictions,
-    listed_names,
     require_agreement,
     require_model_order,
     target_file,
@@ -40,7 +39,7 @@ from fsdpckpt.ir.row_names import rename_shared_states
 from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.listings import units_names, unwrapped_names
+from fsdpckpt.transform.listings import listed_names, units_names, unwrapped_names
 from fsdpckpt.transform.selection import parameter_names
 
 

@@ -13,7 +13,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
 from fsdpckpt.flat.units.architectures import units_command
 from fsdpckpt.flat.units.groups import given_groups
-from fsdpckpt.flat.units.request import UnitsRequest, listed_names, order_unknown, target_reference
+from fsdpckpt.flat.units.request import UnitsRequest, order_unknown, target_reference
 from fsdpckpt.globs import matches, matches_any
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-from fsdpckpt.transform.listings import model_names, optimizer_names
+from fsdpckpt.transform.listings import listed_names, model_names, optimizer_names
 from fsdpckpt.transform.selection import parameter_names
 
 REFERENCE = f"{flags.reference('PATH')} of a checkpoint of this model that PyTorch wrote"
