@@ -216,7 +216,7 @@ def folded_rows(description: Description) -> list[Row]:
             by_section.setdefault(named.label, []).append(named)
     rows: list[Row] = []
     optimizers = _optimizers(description.checkpoint)
-    models = [of_section for label, of_section in by_section.items() if label.split(":")[0] == Section.MODEL]
+    models = [of_section for of_section in by_section.values() if of_section[0].section is Section.MODEL]
     for section, of_section in by_section.items():
         if section in optimizers:
             optim = optimizers[section]
@@ -274,13 +274,13 @@ def _with_states(key: str, states: Sequence[str]) -> str:
 
 
 def _join_shared_states(
-    optim: Optimizer | None, tensors: Sequence[NamedTensor], model: Sequence[NamedTensor]
+    optim: Optimizer, tensors: Sequence[NamedTensor], model: Sequence[NamedTensor]
 ) -> tuple[list[Row], list[NamedTensor]]:
     """A row for the states that every parameter of the optimizer has, and the tensors of all other states.
 
     Only if the model's rows show which parameters these are.
     """
-    if optim is None or not model:
+    if not model:
         return [], list(tensors)
     parameters = {str(key) for key in (*optim.grouped_keys(), *optim.state)}
     of_model = {named.param: _row(named) for named in model}
@@ -311,7 +311,7 @@ def _join_shared_states(
 
 def _prefix(named: NamedTensor) -> str:
     """What precedes the parameter in the keys of a section with a name of its own: ``optimizer_1.``."""
-    return named.key.removesuffix(f"{named.param}.{named.state}")
+    return "" if named.of is None else f"{named.of.dotted}."
 
 
 def _common_value(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> str | None:
