@@ -92,8 +92,9 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
     others = [named for named in checkpoint.named if isinstance(named.content, ModelState)]
     listed = [((), checkpoint.model), *((named.path, named.content) for named in others)]
     candidates = [(path, content) for path, content in listed if isinstance(content, ModelState)]
-    if isinstance(optimizer.content, Optimizer) and optimizer.content.key_type == "name":
-        keys = [clean(str(key)) for key in optimizer.content.keys]
+    optim = optimizer.content
+    if len(candidates) > 1 and isinstance(optim, Optimizer) and optim.key_type == "name":
+        keys = [clean(str(key)) for key in optim.keys]
         with_names = [each for each in candidates if _are_names_of(keys, list(map(clean, each[1].params)))]
         candidates = with_names or candidates
     if len(candidates) > 1:
