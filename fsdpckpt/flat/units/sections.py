@@ -16,9 +16,9 @@ from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.globs import matches
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.buffers import NO_BUFFERS
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.sections import alone, main_alone, model_of
+from fsdpckpt.ir.sections import model_of
 from fsdpckpt.ir.units import Units
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.selection import parameter_names
@@ -28,7 +28,7 @@ def request_of_section(
     request: UnitsRequest, checkpoint: Checkpoint, section: NamedSection | None, sources: Sources
 ) -> UnitsRequest:
     """What ``request`` says of ``section`` of ``checkpoint``, None for its main ones."""
-    view = main_alone(checkpoint) if section is None else alone(checkpoint, section)
+    view = _view(checkpoint, section)
     names = _names(view)
     request = replace(request, sections=labels_of(checkpoint, section))
     if view.model is not None and checkpoint.layout is not Layout.FLATTENED:  # else names come from elsewhere, too
@@ -52,6 +52,17 @@ def places_of(checkpoint: Checkpoint, section: NamedSection | None) -> tuple[str
     return tuple(named.dotted for named in checkpoint.named if named.label in labels)
 
 
+def _view(checkpoint: Checkpoint, section: NamedSection | None) -> Checkpoint:
+    """``section`` as the main one, None for that which is; an optimizer with its model. For names alone: unlike
+    ``ir.sections.alone`` it does not look for the other optimizers of each model.
+    """
+    if section is None:
+        return checkpoint
+    if isinstance(section.content, ModelState):
+        return replace(checkpoint, model=section.content, optim=None)
+    return replace(checkpoint, model=model_of(checkpoint, section), optim=section.content)
+
+
 def _names(checkpoint: Checkpoint) -> list[str]:
     """The names of the parameters, and of flat parameters, without prefixes of wrappers."""
     return [clean(name) for name in parameter_names(checkpoint)]
@@ -59,8 +70,7 @@ def _names(checkpoint: Checkpoint) -> list[str]:
 
 def _names_of_all(checkpoint: Checkpoint) -> list[str]:
     """The names of every section."""
-    views = [main_alone(checkpoint), *(alone(checkpoint, named) for named in checkpoint.named)]
-    return [name for view in views for name in _names(view)]
+    return [name for section in (None, *checkpoint.named) for name in _names(_view(checkpoint, section))]
 
 
 def _describes(units: Units | None, names: Sequence[str]) -> bool:
