@@ -1,4 +1,4 @@
-"""``__init__.py`` only exports: what a package does stands in its modules."""
+"""The package as a whole: what its ``__init__.py`` files export, how modules import each other, and their names."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def test_an_init_file_only_exports() -> None:
         if lines and name not in LAZY:
             code[name] = lines
     assert not code, "move this code into a module of the package"
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    modules: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for statement in ast.parse(path.read_text()).body:
+            if isinstance(statement, ast.ClassDef):
+                modules.setdefault(statement.name, []).append(path.relative_to(PACKAGE).as_posix())
+    twice = {name: found for name, found in modules.items() if len(found) > 1}
+    assert not twice, "give one of them a name that says what it is"
 
 
 def test_every_import_is_seen_by_the_linter_of_imports() -> None:

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fsdpckpt.cli import convert, diff, formats, inspect, units, verify
 from fsdpckpt.cli.errors import catch_signals, guarded
-from fsdpckpt.cli.output import Output
+from fsdpckpt.cli.output import Streams
 from fsdpckpt.errors import EMPTY, UsageError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
@@ -142,7 +142,7 @@ def command(
 ) -> Callable[..., int]:
     """A function that typer turns into a command.
 
-    ``body`` gets an Output, the value of each of ``arguments`` (name, metavar, help text), and one of each of
+    ``body`` gets an Streams, the value of each of ``arguments`` (name, metavar, help text), and one of each of
     ``records``, filled from the command line. ``needs``: a module that takes long to import, imported while a signal
     still ends the process at once.
     """
@@ -150,7 +150,7 @@ def command(
 
     def run(**values: Any) -> int:
         printing: OutputOptions = _fill_record(OutputOptions, values)
-        output = Output(as_json=printing.as_json, quiet=printing.quiet)
+        output = Streams(as_json=printing.as_json, quiet=printing.quiet)
         import_module(needs)
         with gc_frozen():  # what was imported counts as old
             gc.enable()  # ``main`` paused it
@@ -333,7 +333,7 @@ app.command("formats", cls=HelpCommand, short_help="List what can be read and wr
 @app.command("version", short_help="Show the version.")
 def _show_version() -> None:
     """Show the version, as --version does."""
-    Output(as_json=False, quiet=False).data([f"fsdpckpt {__version__}"])
+    Streams(as_json=False, quiet=False).data([f"fsdpckpt {__version__}"])
 
 
 @app.command("help", short_help="Show the help of a command.")
@@ -358,12 +358,12 @@ def _show_help(
     context = command_named.context_class(
         command_named, info_name=name or "fsdpckpt", parent=program if name else None, help_option_names=names
     )
-    Output(as_json=False, quiet=False).data(command_named.get_help(context).split("\n"))
+    Streams(as_json=False, quiet=False).data(command_named.get_help(context).split("\n"))
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
     if wanted:
-        Output(as_json=False, quiet=False).data([f"fsdpckpt {__version__}"])
+        Streams(as_json=False, quiet=False).data([f"fsdpckpt {__version__}"])
         raise typer.Exit
 
 
@@ -377,5 +377,5 @@ def _program(
 ) -> None:
     del version
     if ctx.invoked_subcommand is None:
-        Output(as_json=False, quiet=False).error(ctx.get_help().split("\n"))
+        Streams(as_json=False, quiet=False).error(ctx.get_help().split("\n"))
         raise typer.Exit(2)

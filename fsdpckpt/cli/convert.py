@@ -24,7 +24,7 @@ from fsdpckpt.process import process_role
 from fsdpckpt.text import duration_text, fold_notes, plural, size_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.converters import PlannedFile, Report
     from fsdpckpt.runs import Attempt
 
@@ -57,7 +57,7 @@ PORT = 29500  # torchrun's default
 
 
 def convert_command(
-    output: Output, source: str, target: str, options: ConvertOptions, launch: LaunchOptions, each: EachOptions
+    output: Streams, source: str, target: str, options: ConvertOptions, launch: LaunchOptions, each: EachOptions
 ) -> int:
     """Convert a checkpoint to another layout, container or world size, with its optimizer state.
 
@@ -101,7 +101,7 @@ def convert_command(
 
 
 def _convert_each(
-    output: Output, run: str, out: str, options: ConvertOptions, launch: LaunchOptions, each: EachOptions
+    output: Streams, run: str, out: str, options: ConvertOptions, launch: LaunchOptions, each: EachOptions
 ) -> int:
     """Convert the checkpoints of a run, say of each what came of it, and return the worst exit code."""
     from fsdpckpt.runs import convert_each

@@ -12,9 +12,9 @@ from fsdpckpt.options.commands import DiffOptions, keywords_of
 from fsdpckpt.text import count_text, fold, fold_notes, key_text, numbers_text, plural, rate_text, size_text, step_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.verify.changes import ModuleChange
-    from fsdpckpt.verify.difference import Difference, Entry
+    from fsdpckpt.verify.difference import ComparedKey, Difference
 
 EXAMPLES = """\b
 Examples:
@@ -38,7 +38,7 @@ frameworks saves) are shown in one line each and do not count, unless
 """
 
 
-def diff_command(output: Output, a: str, b: str, options: DiffOptions) -> int:
+def diff_command(output: Streams, a: str, b: str, options: DiffOptions) -> int:
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
     Keys, shapes, dtypes, every byte, param groups and extras.
@@ -191,7 +191,7 @@ def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iter
             yield f"{sigil} {top}  {plural(number, 'value')}, only in {side}, not counted"
 
 
-def _without_modules(entries: list[Entry]) -> list[Entry]:
+def _without_modules(entries: list[ComparedKey]) -> list[ComparedKey]:
     """``entries`` without the tensors that the table of modules shows, unless they are few."""
     from fsdpckpt.verify.changes import kind_of
 
@@ -234,7 +234,7 @@ def _standing_json(values: Mapping[float, int]) -> list[dict[str, object]]:
     return [{"value": json_value(value), "count": count} for value, count in values.items()]
 
 
-def _entry_json(entry: Entry) -> dict[str, object]:
+def _entry_json(entry: ComparedKey) -> dict[str, object]:
     row: dict[str, object] = {
         "sigil": entry.sigil,
         "section": str(entry.section),

@@ -11,7 +11,7 @@ import sys
 
 TYPE_CHECKING = False  # as in typing, whose import takes time
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
 
 # What ``--json`` prints for a signal. Nothing can be imported to make it when ``_end`` runs.
 _INTERRUPTED = (
@@ -42,10 +42,10 @@ def main() -> None:
 
     worker = False
     try:
-        from fsdpckpt.cli.output import Output
+        from fsdpckpt.cli.output import Streams
 
         worker = process_role.worker = sys.argv[1:2] == ["convert"] and started_as_worker()
-        output = Output(as_json="--json" in sys.argv[1:], quiet=False)
+        output = Streams(as_json="--json" in sys.argv[1:], quiet=False)
         code = guarded(output, lambda: _run(output))
     except Interruption:
         ignore_signals()
@@ -73,7 +73,7 @@ def _end(_number: int, _frame: object) -> None:
         os._exit(130)
 
 
-def _run(output: Output) -> int:
+def _run(output: Streams) -> int:
     from fsdpckpt.cli.app import USAGE_ERRORS, app
     from fsdpckpt.cli.errors import show_error
 

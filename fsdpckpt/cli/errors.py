@@ -27,7 +27,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.flags import Message
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Line, Output
+    from fsdpckpt.cli.output import Line, Streams
 
 MAX_DETAILS = 100  # lines on a screen; --json has them all
 
@@ -78,7 +78,7 @@ def _numbers() -> list[signal.Signals]:
     return [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
 
 
-def guarded(output: Output, body: Callable[[], int]) -> int:
+def guarded(output: Streams, body: Callable[[], int]) -> int:
     """The exit code of ``body``, or of the error it raised, after showing it."""
     try:
         return body()
@@ -105,7 +105,7 @@ def _interruption_error(error: BaseException) -> InterruptedRunError:
 
 
 def show_error(
-    output: Output, raised: BaseException, document: Mapping[str, object] = MappingProxyType({}), schema: str = "error"
+    output: Streams, raised: BaseException, document: Mapping[str, object] = MappingProxyType({}), schema: str = "error"
 ) -> int:
     """Show ``raised`` and return its exit code. ``document``: the rest of the command's JSON, of ``schema``."""
     from fsdpckpt.cli.output import redirect_to_null
@@ -190,11 +190,14 @@ def _from_system(error: OSError) -> FsdpckptError:
 
 
 def error_lines(error: FsdpckptError) -> list[Line]:
-    from fsdpckpt.cli.output import Colour, Styled, Whole
+    from fsdpckpt.cli.output import Colour, Styled, UnbrokenLine
 
     first, *rest = error_text(error).split("\n")
     commands = {line for line in (error.next_steps or "").split("\n")[1:] if line.startswith(" ")}
-    return [Styled(first, Colour.BAD, end=len("error:")), *(Whole(line) if line in commands else line for line in rest)]
+    return [
+        Styled(first, Colour.BAD, end=len("error:")),
+        *(UnbrokenLine(line) if line in commands else line for line in rest),
+    ]
 
 
 def error_text(error: FsdpckptError) -> str:

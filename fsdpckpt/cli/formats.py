@@ -10,7 +10,7 @@ from fsdpckpt.cli.output import GAP, Colour, Line, Styled, cut, table_lines
 from fsdpckpt.producers import PLAIN
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
 
 EXAMPLES = """\b
 Examples:
@@ -47,7 +47,7 @@ CONTAINERS = (
 )
 
 
-def formats_command(output: Output) -> int:
+def formats_command(output: Streams) -> int:
     """List the containers, flavors and maps: the layouts that are written, and the versions that were tested."""
     formats = list(all_formats())
     output.document(lambda: {"formats": [asdict(each) for each in formats]}, "formats")

@@ -11,7 +11,7 @@ from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
 from fsdpckpt.text import count_text, dtypes_text, names_text, plural, shorten, size_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.describe import FilesOfRanks, Incomplete
 
 WIDEST_PATTERN = 38  # columns of a name
@@ -22,7 +22,7 @@ _WORST = ("damaged", "missing", "present", "none")
 
 
 def show_incomplete(
-    output: Output, source: str, error: SourceIncompleteError | SourceCorruptError, report: str | None
+    output: Streams, source: str, error: SourceIncompleteError | SourceCorruptError, report: str | None
 ) -> int:
     """Show it on stdout and the error on stderr, and return the error's exit code. ``report``: a page to write."""
     from fsdpckpt.api import inspect_incomplete

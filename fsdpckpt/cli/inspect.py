@@ -14,7 +14,7 @@ from fsdpckpt.options.commands import InspectOptions, keywords_of
 from fsdpckpt.text import count_text, dtypes_text, fold_notes, key_text, names_text, plural, setting_text, size_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.describe import Description
     from fsdpckpt.ir.checkpoint import Checkpoint, Evidence
     from fsdpckpt.ir.values import Key, Value
@@ -34,7 +34,7 @@ MAX_GROUPS = 3  # on a terminal
 MAX_PROBLEMS = 20
 
 
-def inspect_command(output: Output, source: str, options: InspectOptions) -> int:
+def inspect_command(output: Streams, source: str, options: InspectOptions) -> int:
     """Show what a checkpoint holds: every key with section, shape, dtype, bytes and how it is sharded.
 
     Reads headers and metadata only, unless --stats. On a terminal, repeated layers share a row: --all lists every key.
@@ -76,7 +76,7 @@ def inspect_command(output: Output, source: str, options: InspectOptions) -> int
     return 0
 
 
-def _show(output: Output, description: Description, options: InspectOptions) -> None:
+def _show(output: Streams, description: Description, options: InspectOptions) -> None:
     from fsdpckpt.cli.listing import listing
 
     if output.as_json:

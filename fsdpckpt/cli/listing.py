@@ -25,7 +25,7 @@ SEVERAL = "several"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ListedKey:
     """One key, or ``count`` keys that are folded into ``key``; ``nbytes``: of all of them.
 
     ``more``: the cells of statistics or of one chunk. ``again``: a further chunk of the key in the row above.
@@ -74,7 +74,7 @@ def listing(
     return _under_keys(rows, columns) if more == PIECES else _by_section(rows, more, columns)
 
 
-def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozenset[int]]:
+def _fewer_stats(rows: Sequence[ListedKey], columns: int) -> tuple[list[str], frozenset[int]]:
     """The table with as many statistics as leave room for recognisable keys, and a line that names the others."""
     shown = list(range(len(STATS)))
     key_width = min(max(len(row.key) for row in rows), READABLE)
@@ -89,7 +89,7 @@ def _fewer_stats(rows: Sequence[Row], columns: int) -> tuple[list[str], frozense
     return lines, headings
 
 
-def _under_keys(rows: Sequence[Row], columns: int) -> tuple[list[str], frozenset[int]]:
+def _under_keys(rows: Sequence[ListedKey], columns: int) -> tuple[list[str], frozenset[int]]:
     """Chunks below the keys of their tensors: beside them, both would be cut."""
     right = [at for at, heading in enumerate(PIECES) if heading in NUMBERS]
     heading, *chunks = table_lines([PIECES, *(row.more for row in rows)], right=right, columns=columns - GAP)
@@ -108,7 +108,7 @@ def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: in
     return table_lines(cells, right=right, columns=columns)
 
 
-def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple[list[str], frozenset[int]]:
+def _by_section(rows: Sequence[ListedKey], more: Sequence[str], columns: int) -> tuple[list[str], frozenset[int]]:
     """A heading for each section with what its rows have in common, which then needs no columns."""
     sections = {row.section: [each for each in rows if each.section == row.section] for row in rows}
     common = {section: _common_cells(of_section) for section, of_section in sections.items()}
@@ -125,7 +125,7 @@ def _by_section(rows: Sequence[Row], more: Sequence[str], columns: int) -> tuple
     return _lines(cells, ("key", *fields, *more), columns), frozenset(headings)
 
 
-def _common_cells(rows: Sequence[Row]) -> dict[str, str]:
+def _common_cells(rows: Sequence[ListedKey]) -> dict[str, str]:
     """The dtype and the placement that all rows have in common; a whole scalar matches any placement."""
     dtypes = {row.dtype for row in rows}
     placements = {row.placement for row in rows if (row.shape, row.placement) != ("[]", "whole")} or {"whole"}
@@ -133,12 +133,14 @@ def _common_cells(rows: Sequence[Row]) -> dict[str, str]:
     return {field: next(iter(texts)) for field, texts in texts_by_field.items() if len(texts) == 1}
 
 
-def _row(named: NamedTensor) -> Row:
+def _row(named: NamedTensor) -> ListedKey:
     tensor = named.tensor
-    return Row(named.label, named.key, tensor.dtype.name, shape_text(tensor.shape), tensor.nbytes, tensor.placement)
+    return ListedKey(
+        named.label, named.key, tensor.dtype.name, shape_text(tensor.shape), tensor.nbytes, tensor.placement
+    )
 
 
-def _rows(description: Description, *, short: bool) -> list[Row]:
+def _rows(description: Description, *, short: bool) -> list[ListedKey]:
     """One row for each key. ``short``: numbers with fewer digits."""
     shown = [_row(named) for named in description.tensors]
     if description.stats is None:
@@ -149,7 +151,7 @@ def _rows(description: Description, *, short: bool) -> list[Row]:
     ]
 
 
-def _folded_with_stats(description: Description) -> list[Row]:
+def _folded_with_stats(description: Description) -> list[ListedKey]:
     """One row for all keys that differ only in numbers, with the statistics of all their elements."""
     tensors, stats = description.tensors, description.stats or ()
     each = [_row(named) for named in tensors]
@@ -175,7 +177,7 @@ def _stats_cells(stats: Stats | None, digits: int) -> tuple[Cell, ...]:
     return (*texts, str(stats.nan), str(stats.inf))
 
 
-def _chunk_rows(description: Description, rows: Sequence[Row]) -> Iterator[Row]:
+def _chunk_rows(description: Description, rows: Sequence[ListedKey]) -> Iterator[ListedKey]:
     """One row for each stored chunk."""
     from fsdpckpt.ir.coverage import box_text
 
@@ -202,7 +204,7 @@ def _relative_to_source(path: str, source: str) -> str:
     return path.removeprefix(source + "/") if path != source else path.rpartition("/")[2]
 
 
-def folded_rows(description: Description) -> list[Row]:
+def folded_rows(description: Description) -> list[ListedKey]:
     """One row for all keys that differ only in numbers and agree in dtype, shape and placement.
 
     An optimizer state that all parameters have is one row: ``*.exp_avg``. If ranks saved their own extras, the common
@@ -214,7 +216,7 @@ def folded_rows(description: Description) -> list[Row]:
     for named in tensors:
         if named.section is not Section.EXTRA or f"rank0.{named.key}" not in extras:
             by_section.setdefault(named.label, []).append(named)
-    rows: list[Row] = []
+    rows: list[ListedKey] = []
     optimizers = _optimizers(description.checkpoint)
     models = [of_section for of_section in by_section.values() if of_section[0].section is Section.MODEL]
     for section, of_section in by_section.items():
@@ -241,24 +243,24 @@ def _trained_by(states: Sequence[NamedTensor], models: Sequence[Sequence[NamedTe
     return next((model for model in models if names <= {named.param for named in model}), ())
 
 
-def _fold(keyed: Sequence[tuple[str, Row]]) -> list[Row]:
+def _fold(keyed: Sequence[tuple[str, ListedKey]]) -> list[ListedKey]:
     """``keyed``: the key to fold, and its row."""
     alike = [(key, (row.section, row.dtype, row.shape, row.placement)) for key, row in keyed]
     return [_join(folded.key, [keyed[at][1] for at in folded.members]) for folded in fold(alike)]
 
 
-def _join(key: str, rows: Sequence[Row]) -> Row:
+def _join(key: str, rows: Sequence[ListedKey]) -> ListedKey:
     """One row for several that agree in everything else."""
     return replace(rows[0], key=key, nbytes=sum(row.nbytes for row in rows), count=sum(row.count for row in rows))
 
 
-def _join_states(tensors: Sequence[NamedTensor]) -> list[Row]:
+def _join_states(tensors: Sequence[NamedTensor]) -> list[ListedKey]:
     """States of folded parameters; those that a parameter has alike share a row."""
-    by_state: dict[str | None, list[tuple[str, Row]]] = {}
+    by_state: dict[str | None, list[tuple[str, ListedKey]]] = {}
     for first, named in enumerate(tensors):
         key = named.key.removesuffix(f".{named.state}") if named.state is not None else named.key
         by_state.setdefault(named.state, []).append((key, replace(_row(named), first=first)))
-    several: dict[tuple[object, ...], list[tuple[str | None, Row]]] = {}
+    several: dict[tuple[object, ...], list[tuple[str | None, ListedKey]]] = {}
     for state, keyed in by_state.items():
         for row in _fold(keyed):
             several.setdefault((row.key, row.dtype, row.shape, row.placement, row.count), []).append((state, row))
@@ -275,7 +277,7 @@ def _with_states(key: str, states: Sequence[str]) -> str:
 
 def _join_shared_states(
     optim: Optimizer, tensors: Sequence[NamedTensor], model: Sequence[NamedTensor]
-) -> tuple[list[Row], list[NamedTensor]]:
+) -> tuple[list[ListedKey], list[NamedTensor]]:
     """A row for the states that every parameter of the optimizer has, and the tensors of all other states.
 
     Only if the model's rows show which parameters these are.
@@ -288,7 +290,7 @@ def _join_shared_states(
     for named in tensors:
         by_state.setdefault(named.state, []).append(named)
     rest: list[NamedTensor] = []
-    several: dict[tuple[str, ...], list[tuple[str, list[Row]]]] = {}
+    several: dict[tuple[str, ...], list[tuple[str, list[ListedKey]]]] = {}
     for state, of_state in by_state.items():
         rows = [_row(named) for named in of_state]
         fields = [
@@ -314,7 +316,7 @@ def _prefix(named: NamedTensor) -> str:
     return "" if named.of is None else f"{named.of.dotted}."
 
 
-def _common_value(rows: Sequence[Row], field: str, of_model: Sequence[Row | None]) -> str | None:
+def _common_value(rows: Sequence[ListedKey], field: str, of_model: Sequence[ListedKey | None]) -> str | None:
     """The common value of ``field``, in words; None if the rows differ in another way than their parameters do."""
     values = [getattr(row, field) for row in rows]
     if len(set(values)) == 1:

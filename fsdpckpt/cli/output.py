@@ -110,7 +110,7 @@ def wrapped(line: str, columns: int | None) -> list[str]:
 _LABEL = re.compile(r" *- |(?:why|next|or): +| +")
 
 
-class Whole(str):
+class UnbrokenLine(str):
     """A line that is not broken, whatever its length: a command to copy."""
 
     __slots__ = ()
@@ -153,7 +153,7 @@ def labelled(label: str, text: str, colour: Colour | None, columns: int | None) 
     yield from rest
 
 
-class Output:
+class Streams:
     """The streams of one command. ``quiet``: no messages, no progress. ``as_json``: ``document`` is all of stdout."""
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
@@ -283,7 +283,7 @@ def _wrapped_lines(lines: Iterable[Line], stream: TextIO | None) -> Iterator[Lin
     """``lines`` for people, broken between words where ``stream`` is a terminal."""
     columns = shutil.get_terminal_size().columns if _is_terminal(stream) else None
     for line in lines:
-        if isinstance(line, Whole):
+        if isinstance(line, UnbrokenLine):
             yield line
         elif isinstance(line, str):
             yield from wrapped(line, columns)

@@ -13,14 +13,14 @@ from fsdpckpt.producers import PLAIN
 from fsdpckpt.text import count_text, plural, size_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.describe import Run, RunCheckpoint
 
 MOST_PROBLEMS = 3  # lines of one checkpoint; inspect of it shows all
 NUMBERS = frozenset({"step", "ranks", "bytes"})  # aligned right
 
 
-def show_run(output: Output, source: str, several: SeveralCheckpointsError) -> int:
+def show_run(output: Streams, source: str, several: SeveralCheckpointsError) -> int:
     """Returns 3 if none of the checkpoints can be read."""
     from fsdpckpt.api import inspect_run
 

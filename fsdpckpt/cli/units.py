@@ -16,7 +16,7 @@ from fsdpckpt.options.declare import Scope, refuse_unused
 from fsdpckpt.text import count_text, fold, plural, shape_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.flat.units.request import ResolvedUnits
     from fsdpckpt.ir.units import Unit, Units
 
@@ -46,7 +46,7 @@ HEADINGS = ("flat parameter", "strategy", "parameters", "frozen", "elements", "d
 NUMERIC = frozenset({2, 3, 4})
 
 
-def units_command(output: Output, options: UnitsOptions) -> int:
+def units_command(output: Streams, options: UnitsOptions) -> int:
     """Make a units file: the parameters of each flat parameter, in order and with their shapes.
 
     Prints what was found and how it was checked; with --json the units file itself.
@@ -123,7 +123,7 @@ def _free_target(path: str | None, *, overwrite: bool) -> str | None:
     return path
 
 
-def _print(output: Output, result: ResolvedUnits) -> None:
+def _print(output: Streams, result: ResolvedUnits) -> None:
     from fsdpckpt.ir.units_json import encode
 
     units = result.units

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.errors import as_fsdpckpt_error, show_error
-from fsdpckpt.cli.output import Colour, Line, Styled, Whole, labelled
+from fsdpckpt.cli.output import Colour, Line, Styled, UnbrokenLine, labelled
 from fsdpckpt.errors import FsdpckptError, SourceError
 from fsdpckpt.options.commands import VerifyOptions, keywords_of
 from fsdpckpt.text import fold_notes, key_text, plural, shape_text
 
 if TYPE_CHECKING:
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.verify.integrity import Verification
     from fsdpckpt.verify.resumption import Resumption
 
@@ -34,7 +34,7 @@ size.
 """
 
 
-def verify_command(output: Output, source: str, options: VerifyOptions) -> int:
+def verify_command(output: Streams, source: str, options: VerifyOptions) -> int:
     """Check a checkpoint for damage, and list everything that is wrong with it.
 
     Every element present exactly once, files long enough, replicas equal, checksums right, optimizer state complete and
@@ -81,7 +81,7 @@ def _write_junit(source: str, options: VerifyOptions, result: Verification | Fsd
         write_results(options.junit, source, result, searched=options.finite, seconds=time.monotonic() - begun)
 
 
-def _show_resumption(output: Output, source: str, resumption: Resumption) -> None:
+def _show_resumption(output: Streams, source: str, resumption: Resumption) -> None:
     """What the framework would do with the checkpoint, and the command that makes one from which it resumes."""
     ranks = plural(resumption.world_size, "rank")
     for reason in resumption.missing:
@@ -99,7 +99,7 @@ def _show_resumption(output: Output, source: str, resumption: Resumption) -> Non
     for reason in resumption.still_missing:
         output.message(f"{begin}: {reason}")
     if resumption.command is not None:
-        output.message(Whole(f"next: {resumption.command}"))
+        output.message(UnbrokenLine(f"next: {resumption.command}"))
 
 
 def _verdict(result: Verification) -> Line:

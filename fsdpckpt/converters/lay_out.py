@@ -54,7 +54,7 @@ def lay_out(
     if spec.form is not None:
         return _lay_out_form(transformed, spec, spec.form, side_files, linkable)
     paths, flattened = _source_paths(transformed.checkpoint, spec)
-    document = _Document("", spec.container, spec.layout, transformed.checkpoint, paths, flattened_keys=flattened)
+    document = _SectionGroup("", spec.container, spec.layout, transformed.checkpoint, paths, flattened_keys=flattened)
     return _lay_out_document(document, transformed, spec, linkable)
 
 
@@ -87,7 +87,7 @@ def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Secti
 
 
 @dataclass(frozen=True, slots=True)
-class _Document:
+class _SectionGroup:
     """Sections that share one file, one set of rank files, or one DCP directory.
 
     ``path``: the file, or what precedes the names in a directory. ``section_paths``, ``flattened_keys``: as in
@@ -103,7 +103,7 @@ class _Document:
 
 
 def _lay_out_document(
-    document: _Document,
+    document: _SectionGroup,
     transformed: TransformedCheckpoint,
     spec: Decision,
     linkable: frozenset[int],
@@ -174,7 +174,7 @@ def _is_metadata(file: TargetFile) -> bool:
     return posixpath.basename(file.path) == ".metadata"  # sorted last
 
 
-def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
+def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_SectionGroup]:
     """The sections of ``checkpoint`` that ``form`` has a place for, grouped by file, container and layout."""
     required = form.extra is not None and form.extra.container is not None  # its loader opens that file in any case
     section_paths = {
@@ -204,12 +204,12 @@ def _documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
             named=tuple(named.get(key, ())),
         )
         path = next(iter(shared.values())).file
-        yield _Document(path, container, layout, sections, shared, flattened_keys=form.flattened)
+        yield _SectionGroup(path, container, layout, sections, shared, flattened_keys=form.flattened)
     if form.several:
         yield from _numbered_documents(checkpoint, form)
 
 
-def _numbered_documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Document]:
+def _numbered_documents(checkpoint: Checkpoint, form: Form) -> Iterator[_SectionGroup]:
     """A document for each of several models and optimizers, which ``adapt`` has numbered."""
     for section in (Section.MODEL, Section.OPTIM):
         of_kind = [named for named in checkpoint.named if named.section is section]
@@ -221,7 +221,7 @@ def _numbered_documents(checkpoint: Checkpoint, form: Form) -> Iterator[_Documen
             view = alone(checkpoint, named)
             model, optim = (view.model, None) if section is Section.MODEL else (None, view.optim)
             single = replace(view, model=model, optim=optim)
-            yield _Document(place.file, container, layout, single, {section: place}, flattened_keys=form.flattened)
+            yield _SectionGroup(place.file, container, layout, single, {section: place}, flattened_keys=form.flattened)
 
 
 def _document_of(section_path: SectionPath, form: Form) -> tuple[str, Container, Layout]:

@@ -2,7 +2,7 @@
 
 from fsdpckpt.describe.describe import Description, SectionSummary, describe, extra_json, json_value, stored_files
 from fsdpckpt.describe.incomplete import Incomplete, describe_incomplete, suggest_readable
-from fsdpckpt.describe.rank_grid import FilesOfRanks, FileState, RankGrid, rank_grid
+from fsdpckpt.describe.rank_grid import FileGrid, FilesOfRanks, FileState, rank_grid
 from fsdpckpt.describe.run import Run, RunCheckpoint, describe_run
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "FileState",
     "FilesOfRanks",
     "Incomplete",
-    "RankGrid",
+    "FileGrid",
     "Run",
     "RunCheckpoint",
     "SectionSummary",

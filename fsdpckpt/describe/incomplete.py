@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsdpckpt import flags
 from fsdpckpt.describe.describe import SectionSummary, describe
-from fsdpckpt.describe.rank_grid import FileState, RankGrid, rank_grid
+from fsdpckpt.describe.rank_grid import FileGrid, FileState, rank_grid
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError, to_copy
 from fsdpckpt.formats.zip import read_directory
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
@@ -37,7 +37,7 @@ class Incomplete:
 
     source: str
     error: FsdpckptError
-    grid: RankGrid
+    grid: FileGrid
     missing: tuple[str, ...]  # files that are known to belong to it, from its directory
     damaged: tuple[str, ...]
     readable: Mapping[Section, Checkpoint]

@@ -37,7 +37,7 @@ class FilesOfRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class RankGrid:
+class FileGrid:
     rows: tuple[FilesOfRanks, ...]
 
     @property
@@ -50,7 +50,7 @@ def rank_grid(
     missing: Collection[str],
     damaged: Collection[str],
     recorded: Mapping[str, tuple[str, int]] = MappingProxyType({}),
-) -> RankGrid:
+) -> FileGrid:
     """The grid of the files ``names`` of a directory, and of those that are known to be ``missing``.
 
     A name that several ranks have, or that says how many there are, is expected of each rank. ``recorded``: the pattern
@@ -77,7 +77,7 @@ def rank_grid(
         length = worlds[pattern] or ranks
         states = [of_pattern.get(rank, absent) for rank in range(max(length, max(of_pattern) + 1))]
         grid.append(FilesOfRanks(pattern, tuple(states)))
-    return RankGrid(tuple(grid))
+    return FileGrid(tuple(grid))
 
 
 def _pattern_and_rank(name: str) -> tuple[str, int] | None:

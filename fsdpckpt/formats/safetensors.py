@@ -100,7 +100,7 @@ def read_header(source: ByteSource, *, begin: int = 0, end: int | None = None) -
     dtype torch does not have.
     """
     end = source.nbytes if end is None else end
-    parser = _Parser(source.path)
+    parser = _HeaderParser(source.path)
     if end - begin < LENGTH_BYTES:
         parser.refuse("the file is too short for a safetensors header", found=f"{end - begin} bytes")
     length = int.from_bytes(source.read(begin, LENGTH_BYTES), "little")
@@ -138,7 +138,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-class _Parser:
+class _HeaderParser:
     """Checks one header; every error names the file."""
 
     def __init__(self, file: str) -> None:

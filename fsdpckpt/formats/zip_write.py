@@ -216,7 +216,7 @@ class Filling(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorBox:
+class CastBox:
     """``box`` of ``tensor``, cast to ``dtype``."""
 
     tensor: Tensor

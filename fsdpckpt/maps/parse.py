@@ -42,7 +42,7 @@ def read_map(path: str) -> LayoutMap:
 
 def parse_map(data: bytes, name: str) -> LayoutMap:
     """The map that ``data`` is, in JSON if ``name`` ends so, else in TOML."""
-    parser = _Parser(name)
+    parser = _MapParser(name)
     if len(data) > MAX_BYTES:
         parser.fail(f"it has more than {MAX_BYTES:,} bytes, and is no map")
     try:
@@ -53,7 +53,7 @@ def parse_map(data: bytes, name: str) -> LayoutMap:
     return parser.layout_map(document, hashlib.sha256(data).hexdigest())
 
 
-class _Parser:
+class _MapParser:
     """``name``: of the map, for messages; ``_at``: the rule that is being read."""
 
     def __init__(self, name: str) -> None:

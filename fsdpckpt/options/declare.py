@@ -2,7 +2,7 @@
 
 ``option(...)`` declares a field of an ``OptionRecord`` (``fsdpckpt.options``). The command line, the keywords of the
 Python API, the JSON that workers get and the checks of ``convert`` are all made from these declarations. The type of a
-field decides its ``Kind`` of values where its declaration names none. A record checks and converts its values when it
+field decides its kind of values where its declaration names none. A record checks and converts its values when it
 is made, whoever makes it.
 """
 
@@ -67,7 +67,7 @@ EVERYWHERE = Scope(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class OptionKind:
     """The values of an option. ``cli_type``: their type on the command line; ``python_type``: their type in the Python
     API, as source code.
 
@@ -82,7 +82,7 @@ class Kind:
     metavar: str | None = None
 
 
-def kind_of(annotation: object) -> Kind:
+def kind_of(annotation: object) -> OptionKind:
     """The kind of values for a field of this type."""
     if get_origin(annotation) in (Union, UnionType):
         (annotation,) = (member for member in get_args(annotation) if member is not NoneType)
@@ -90,13 +90,13 @@ def kind_of(annotation: object) -> Kind:
         return FLAG
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
-        return Kind(str, _literal_type(choices), lambda _, value: value, choices)
+        return OptionKind(str, _literal_type(choices), lambda _, value: value, choices)
     if get_origin(annotation) is tuple:
         return TEXTS if get_args(annotation)[0] is str else PAIRS
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         members, choices = annotation, tuple(member.value for member in annotation)
         python_type = f"{members.__name__} | {_literal_type(choices)}"
-        return Kind(str, python_type, lambda _, value: members(value), choices)
+        return OptionKind(str, python_type, lambda _, value: members(value), choices)
     return {str: TEXT, int: INTEGER, float: NUMBER}[cast("type", annotation)]
 
 
@@ -192,7 +192,7 @@ def one_of(
     metavar: str,
     python_type: str = "str",
     aliases: Mapping[str, str] = MappingProxyType({}),
-) -> Kind:
+) -> OptionKind:
     """The kind of values that are one of many ``names``, which help does not list: only an error does.
 
     ``noun``: what they are: ``"a device type"``. ``aliases``: what people call them. Also takes an object of torch
@@ -211,10 +211,10 @@ def one_of(
             )
         return name
 
-    return Kind(str, python_type, convert, metavar=metavar)
+    return OptionKind(str, python_type, convert, metavar=metavar)
 
 
-def _section_kind(*sections: str) -> Kind:
+def _section_kind(*sections: str) -> OptionKind:
     """One of ``sections``, or ``model:NAME`` or ``optim:NAME``."""
     expected = (*sections, *(f"{name}:NAME" for name in SECTIONS))
 
@@ -231,7 +231,7 @@ def _section_kind(*sections: str) -> Kind:
             )
         return SectionName(text) if colon else Section(text)
 
-    return Kind(str, "Section | str", convert, metavar="|".join(expected))
+    return OptionKind(str, "Section | str", convert, metavar="|".join(expected))
 
 
 def parse_size(text: str) -> int:
@@ -258,20 +258,20 @@ def _version(flag: Flag, value: object, example: str = "4.53") -> str:
 SECTIONS = (Section.MODEL.value, Section.OPTIM.value)  # what a conversion or a comparison may be limited to
 SECTION = _section_kind(*SECTIONS)
 ANY_SECTION = _section_kind(*SECTIONS, Section.EXTRA.value)
-TEXT = Kind(str, "str", _text)
-INTEGER = Kind(str, "int", _integer, metavar="N")
-NUMBER = Kind(str, "float", _number)
-FLAG = Kind(bool, "bool", _flag)
-TEXTS = Kind(list[str], "str | Iterable[str]", _texts, metavar="GLOB")
-PAIRS = Kind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs, metavar="OLD=NEW")
-PATH = Kind(str, "str | os.PathLike[str]", _path, metavar="FILE")
-SIZE = Kind(str, "int | str", _size, metavar="SIZE")
-WORKERS = Kind(str, "int | str", _workers, metavar="N|gpu|auto")
-TORCH_VERSION = Kind(str, "str", _torch_version, metavar="VERSION")
-VERSION = Kind(str, "str", _version, metavar="VERSION")
+TEXT = OptionKind(str, "str", _text)
+INTEGER = OptionKind(str, "int", _integer, metavar="N")
+NUMBER = OptionKind(str, "float", _number)
+FLAG = OptionKind(bool, "bool", _flag)
+TEXTS = OptionKind(list[str], "str | Iterable[str]", _texts, metavar="GLOB")
+PAIRS = OptionKind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs, metavar="OLD=NEW")
+PATH = OptionKind(str, "str | os.PathLike[str]", _path, metavar="FILE")
+SIZE = OptionKind(str, "int | str", _size, metavar="SIZE")
+WORKERS = OptionKind(str, "int | str", _workers, metavar="N|gpu|auto")
+TORCH_VERSION = OptionKind(str, "str", _torch_version, metavar="VERSION")
+VERSION = OptionKind(str, "str", _version, metavar="VERSION")
 
 
-BY_TYPE = Kind(str, "", lambda _, value: value)  # the kind that the type of the field decides
+BY_TYPE = OptionKind(str, "", lambda _, value: value)  # the kind that the type of the field decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +288,7 @@ class Option:
     help_text: str
     heading: Heading = Heading.OTHER
     default: object = None
-    kind: Kind = BY_TYPE
+    kind: OptionKind = BY_TYPE
     name: str = ""
     flag: Flag = UNNAMED
     short: str | None = None

@@ -28,14 +28,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ModelShard:
     """What one model-parallel rank holds of a parameter: a tensor of ``shape``, made of ``pieces``."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of_whole(cls, shape: Shape) -> Shard:
+    def of_whole(cls, shape: Shape) -> ModelShard:
         """A shard that is the parameter itself."""
         return cls(shape, (Piece(Box.whole(shape), Box.whole(shape)),))
 
@@ -45,7 +45,7 @@ class Shards:
     """A parameter of ``shape``, by model-parallel rank."""
 
     shape: Shape
-    by_rank: Mapping[int, Shard]
+    by_rank: Mapping[int, ModelShard]
 
     @cached_property
     def replicated(self) -> frozenset[Box]:
@@ -76,7 +76,7 @@ def shards_of_parts(local: Sequence[Shape], dim: int, widths: Sequence[Sequence[
             width, start = of_part[rank], before + sum(of_part[:rank])
             pieces.append(Piece(box(in_shard, width), box(start, width)))
             in_shard, before = in_shard + width, before + sum(of_part)
-        by_rank[rank] = Shard(own, tuple(piece for piece in pieces if piece.shard.numel))
+        by_rank[rank] = ModelShard(own, tuple(piece for piece in pieces if piece.shard.numel))
     return Shards(shape, by_rank)
 
 

@@ -13,7 +13,7 @@ from fsdpckpt.report.figures import MAX_ROWS, FigureTable, more_text
 from fsdpckpt.report.render import render
 from fsdpckpt.text import count_text, fold, plural, rate_text, step_text
 from fsdpckpt.verify.changes import changed_kinds, joined_lists, kind_of, module_changes, standings
-from fsdpckpt.verify.difference import Change, Difference, Entry
+from fsdpckpt.verify.difference import Change, ComparedKey, Difference
 
 OUTLIER = 3.0  # times as far as is typical of the same tensor of other layers
 FEWEST_ALIKE = 4  # tensors of which something is typical
@@ -66,7 +66,7 @@ def _standings(result: Difference) -> FigureTable:
     return FigureTable(["side", "checkpoint", "step", "learning rate"], rows)
 
 
-def _curves(entries: Sequence[Entry], kinds: Sequence[str]) -> list[dict[str, Any]]:
+def _curves(entries: Sequence[ComparedKey], kinds: Sequence[str]) -> list[dict[str, Any]]:
     """By layer, for each stack of layers and kind of tensors: how far they moved."""
     sums: dict[tuple[str, str], dict[int, Change]] = {}
     for entry in entries:
@@ -108,9 +108,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _outliers(entries: Sequence[Entry]) -> FigureTable:
+def _outliers(entries: Sequence[ComparedKey]) -> FigureTable:
     """The tensors that moved much further, or much less, than the same tensor of other layers."""
-    alike: dict[tuple[str, str], list[tuple[float, Entry]]] = {}
+    alike: dict[tuple[str, str], list[tuple[float, ComparedKey]]] = {}
     measured = [entry for entry in entries if entry.change is not None and entry.param is not None]
     names = [entry.param or "" for entry in measured]
     for folded in fold((name, kind_of(entry)) for name, entry in zip(names, measured, strict=True)):
@@ -135,7 +135,7 @@ def _outliers(entries: Sequence[Entry]) -> FigureTable:
     return FigureTable(headings, [row for _, row in found[:MAX_OUTLIERS]], frozenset({2, 3, 4}), more=more)
 
 
-def _only(entries: Sequence[Entry], sigil: str) -> FigureTable:
+def _only(entries: Sequence[ComparedKey], sigil: str) -> FigureTable:
     """What only one side has; repeated layers are one row."""
     chosen = [entry for entry in joined_lists(entries, LONGEST_LIST) if entry.sigil == sigil]
     rows = []
@@ -146,7 +146,7 @@ def _only(entries: Sequence[Entry], sigil: str) -> FigureTable:
     return FigureTable(["section", "key", "value", "counts"], rows, more=more_text(len(rows), "key"))
 
 
-def _others(entries: Sequence[Entry]) -> FigureTable:
+def _others(entries: Sequence[ComparedKey]) -> FigureTable:
     """What differs and is no tensor of a parameter: settings, extras, shapes and dtypes."""
     chosen = [
         entry

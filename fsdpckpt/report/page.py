@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdpckpt import flags
-from fsdpckpt.describe import Description, RankGrid, rank_grid, stored_files
+from fsdpckpt.describe import Description, FileGrid, rank_grid, stored_files
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
 from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Optimizer
 from fsdpckpt.ir.tensors import Stats, Tensor
@@ -173,7 +173,7 @@ def _curves(described: Description) -> list[dict[str, Any]]:
     return layer_curves(values)
 
 
-def _files_of_ranks(checkpoint: Checkpoint) -> RankGrid:
+def _files_of_ranks(checkpoint: Checkpoint) -> FileGrid:
     names = [relative_path(file.path, checkpoint.source) for file in stored_files(checkpoint)]
     return rank_grid(names, (), ())
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from fsdpckpt.describe import FilesOfRanks, RankGrid
+from fsdpckpt.describe import FileGrid, FilesOfRanks
 
 FEWEST_RANKS = 2
 MAX_STRIPS = 60
 MAX_STRETCHES = 1024
 
 
-def rank_rows(grid: RankGrid) -> list[dict[str, Any]]:
+def rank_rows(grid: FileGrid) -> list[dict[str, Any]]:
     """For the template; empty if the files are not those of ranks."""
     if grid.ranks < FEWEST_RANKS:
         return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.text import fold
-from fsdpckpt.verify.difference import Change, Difference, Entry
+from fsdpckpt.verify.difference import Change, ComparedKey, Difference
 
 WEIGHTS = "weights"
 _STEP, _RATE = "step", "lr"
@@ -40,7 +40,7 @@ def standings(result: Difference) -> tuple[Standing, Standing]:
     return Standing(steps[0], rates[0]), Standing(steps[1], rates[1])
 
 
-def kind_of(entry: Entry) -> str | None:
+def kind_of(entry: ComparedKey) -> str | None:
     """``weights`` or the name of the optimizer's state; None for what is no tensor of a parameter."""
     if entry.param is None or entry.state == _STEP:
         return None
@@ -62,7 +62,7 @@ def changed_kinds(result: Difference) -> list[str]:
     return sorted(kinds, key=lambda kind: kind != WEIGHTS)
 
 
-def module_changes(entries: Iterable[Entry]) -> list[ModuleChange]:
+def module_changes(entries: Iterable[ComparedKey]) -> list[ModuleChange]:
     """How far each module moved, in the order of the model; modules that differ only in their numbers are one."""
     by_module: dict[str, dict[str, Change]] = {}
     for entry in entries:
@@ -88,9 +88,9 @@ def module_of(param: str) -> str:
     return param.rpartition(".")[0] or param
 
 
-def furthest(entries: Iterable[Entry]) -> dict[str, Entry]:
+def furthest(entries: Iterable[ComparedKey]) -> dict[str, ComparedKey]:
     """By kind, the tensor with the largest |A - B|."""
-    found: dict[str, Entry] = {}
+    found: dict[str, ComparedKey] = {}
     for entry in entries:
         kind = kind_of(entry)
         if kind is None or entry.change is None or entry.change.largest is None:
@@ -101,17 +101,17 @@ def furthest(entries: Iterable[Entry]) -> dict[str, Entry]:
     return found
 
 
-def joined_lists(entries: Iterable[Entry], longest: int) -> list[Entry]:
+def joined_lists(entries: Iterable[ComparedKey], longest: int) -> list[ComparedKey]:
     """``entries`` with one in place of the values of each list of an extra that has more than ``longest``: those of a
     random state are hundreds, and say nothing one by one.
     """
     entries = list(entries)
-    lists: dict[tuple[str, int | None], list[Entry]] = {}
+    lists: dict[tuple[str, int | None], list[ComparedKey]] = {}
     for entry in entries:
         if (parent := _list_of(entry)) is not None:
             lists.setdefault((parent, entry.rank), []).append(entry)
-    joined: dict[tuple[str, int | None, str], Entry] = {}
-    result: list[Entry] = []
+    joined: dict[tuple[str, int | None, str], ComparedKey] = {}
+    result: list[ComparedKey] = []
     for entry in entries:
         parent = _list_of(entry)
         members = lists[parent, entry.rank] if parent is not None else []
@@ -127,7 +127,7 @@ def joined_lists(entries: Iterable[Entry], longest: int) -> list[Entry]:
     return result
 
 
-def _list_of(entry: Entry) -> str | None:
+def _list_of(entry: ComparedKey) -> str | None:
     """The key of the list that a value of an extra is in."""
     if entry.section is not Section.EXTRA or entry.change is not None:
         return None
@@ -135,11 +135,11 @@ def _list_of(entry: Entry) -> str | None:
     return parent if parent and last.isdecimal() else None
 
 
-def _joined(parent: str, members: list[Entry]) -> Entry:
+def _joined(parent: str, members: list[ComparedKey]) -> ComparedKey:
     first = members[0]
     if first.sigil not in "=*":
         detail = f"{len(members)} values"
-        return Entry(first.sigil, first.section, parent, detail, first.rank, any(each.counts for each in members))
+        return ComparedKey(first.sigil, first.section, parent, detail, first.rank, any(each.counts for each in members))
     differing = sum(each.sigil == "*" for each in members)
     detail = f"{differing} of {len(members)} values differ" if differing else ""
-    return Entry("*" if differing else "=", first.section, parent, detail, first.rank)
+    return ComparedKey("*" if differing else "=", first.section, parent, detail, first.rank)

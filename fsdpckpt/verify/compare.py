@@ -19,7 +19,7 @@ from fsdpckpt.text import some_of
 from fsdpckpt.transform.known_names import known_names
 from fsdpckpt.verify.absence import Absence
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
-from fsdpckpt.verify.difference import Difference, Entry, Sigil
+from fsdpckpt.verify.difference import ComparedKey, Difference, Sigil
 from fsdpckpt.verify.elements import SAME, Compared, Tolerance, compare_tensors
 from fsdpckpt.verify.leaves import Address, Leaves, dotted, leaves_of, match_addresses, parameter_of, setting_of
 from fsdpckpt.verify.optimizer_keys import Match, match_optimizers
@@ -78,7 +78,7 @@ def compare(
         progress,
     )
     names = known_names(a) or known_names(b)
-    entries: list[Entry] = []
+    entries: list[ComparedKey] = []
     for address, value in leaves_a.items():
         if address in in_b:
             entries.append(_entry_of_both(address, compared[address], names))
@@ -95,10 +95,10 @@ def compare(
     return Difference(tuple(entries), (*notes, *matched.notes), (a.source, b.source))
 
 
-def _entry_of_both(address: Address, compared: Compared, names: Mapping[ParamKey, str]) -> Entry:
+def _entry_of_both(address: Address, compared: Compared, names: Mapping[ParamKey, str]) -> ComparedKey:
     """``names``: of ids."""
     param, state = parameter_of(address, names)
-    return Entry(
+    return ComparedKey(
         "*" if compared.text else "=",
         address.section,
         dotted(address),
@@ -114,10 +114,10 @@ def _entry_of_both(address: Address, compared: Compared, names: Mapping[ParamKey
 
 def _entry_of_one(
     sigil: Sigil, address: Address, value: Value, names: Mapping[ParamKey, str], *, counts: bool
-) -> Entry:
+) -> ComparedKey:
     param, state = parameter_of(address, names)
     text, rank = value_text(value), address.rank
-    return Entry(sigil, address.section, dotted(address), text, rank, counts, param, state, setting_of(address))
+    return ComparedKey(sigil, address.section, dotted(address), text, rank, counts, param, state, setting_of(address))
 
 
 _PairedSections: TypeAlias = "tuple[NamedSection | None, NamedSection | None]"

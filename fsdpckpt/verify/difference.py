@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedKey:
     """One key of either checkpoint. ``sigil``: ``=`` same, ``*`` differs, ``-`` only in A, ``+`` only in B.
 
     ``detail``: how the values differ, or the value if only one side has it; "" for ``=``. ``rank``: for the extras of
@@ -80,7 +80,7 @@ class Difference:
     ``sources``: A and B.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ComparedKey, ...]
     notes: tuple[str, ...] = ()
     sources: tuple[str, str] = ("A", "B")
 

@@ -26,7 +26,7 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.formats.dcp.write_metadata import DcpEntry, StoredItems, metadata_pickle
 from fsdpckpt.formats.pickle.opcodes import StorageView
 from fsdpckpt.formats.pickle.write import PickleWriter, dumps
-from fsdpckpt.formats.zip_write import ALIGNMENT, Records, TensorBox
+from fsdpckpt.formats.zip_write import ALIGNMENT, CastBox, Records
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise
@@ -397,7 +397,7 @@ class _Items:
         records = Records()
 
         def stored(tensor: Tensor) -> StorageView:
-            content = TensorBox(tensor, tensor.dtype, boxes.get(tensor) or Box.whole(tensor.shape))
+            content = CastBox(tensor, tensor.dtype, boxes.get(tensor) or Box.whole(tensor.shape))
             sizes = content.box.sizes
             return StorageView(records.add(content), tensor.dtype, 0, sizes, contiguous_stride(sizes), content.nbytes)
 

@@ -16,7 +16,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView, flag, integer, list_of
 from fsdpckpt.formats.pickle.write import PickleWriter
-from fsdpckpt.formats.zip_write import Records, TensorBox, TorchZip
+from fsdpckpt.formats.zip_write import CastBox, Records, TorchZip
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.quantized import Blockwise
 from fsdpckpt.ir.targets import TargetFile, WrittenTensor
@@ -98,7 +98,7 @@ class RankPickle(PickleWriter, ABC):
     def stored(self, tensor: Tensor, dtype: DType, box: Box) -> StorageView:
         """A compact record of ``box``, the same one for tied tensors."""
         tensor = self._canonical.get(tensor, tensor)
-        content = WrittenTensor(tensor, dtype) if box.sizes == tensor.shape else TensorBox(tensor, dtype, box)
+        content = WrittenTensor(tensor, dtype) if box.sizes == tensor.shape else CastBox(tensor, dtype, box)
         key = self._keys.get(tensor)
         if key is None:
             key = self._keys[tensor] = self.records.add(content)

@@ -31,7 +31,7 @@ _ALIGNMENT = 8  # bytes, what the reference implementation pads the header to
 
 
 @dataclass(slots=True)
-class _Group:
+class _ShardSet:
     """The tensors and the document of one set of shards, named ``<stem>.safetensors`` or ``<stem>-0000i-of-0000N``."""
 
     stem: str
@@ -54,7 +54,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     single_file, dtypes = spec.single_file, spec.dtypes
     sections = single_file and checkpoint.model is not None and checkpoint.optim is not None
     extra, notes = extras_of_one(checkpoint)
-    model, optim, others = _Group("model"), _Group("optimizer"), _Group(EXTRA_STEM)
+    model, optim, others = _ShardSet("model"), _ShardSet("optimizer"), _ShardSet(EXTRA_STEM)
     if single_file:
         optim = others = model
     casts, cast_notes = dtypes.casts(checkpoint)
@@ -76,7 +76,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     return Target(files, notes=notes)
 
 
-def _note_extras(extra: dict[Key, Value], group: _Group, *, single_file: bool) -> Note:
+def _note_extras(extra: dict[Key, Value], group: _ShardSet, *, single_file: bool) -> Note:
     """A note on where the extras are: nobody expects them among weights."""
     names = tuple(map(str, extra))
     where = f"{group.stem}.safetensors"
@@ -86,7 +86,7 @@ def _note_extras(extra: dict[Key, Value], group: _Group, *, single_file: bool) -
     return Note("carried", f"what is neither model nor optimizer is in {where}: {', '.join(names)}", keys=names)
 
 
-def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections: bool, once: bool) -> list[Note]:
+def _model(checkpoint: Checkpoint, group: _ShardSet, dtypes: DtypeRule, *, sections: bool, once: bool) -> list[Note]:
     """The model section's tensors and document entries; notes the tied weights, of which only one is stored if
     ``once``.
     """
@@ -117,7 +117,7 @@ def _model(checkpoint: Checkpoint, group: _Group, dtypes: DtypeRule, *, sections
     return [Note("tied", f"{alias} is stored once, as {first}", alias) for alias, first in aliases.items()]
 
 
-def _optim(checkpoint: Checkpoint, group: _Group, casts: Mapping[Tensor, DType], *, sections: bool) -> None:
+def _optim(checkpoint: Checkpoint, group: _ShardSet, casts: Mapping[Tensor, DType], *, sections: bool) -> None:
     """The optimizer section's tensors and document entry."""
     optim = checkpoint.optim
     if optim is None:
@@ -152,7 +152,7 @@ def _named_states(entry: StatesOrValue) -> States:
     return {OWN_VALUE: entry.value} if isinstance(entry, OwnValue) else entry
 
 
-def _encode(value: Value, group: _Group, prefix: str, casts: Mapping[Tensor, DType] | None = None) -> Json:
+def _encode(value: Value, group: _ShardSet, prefix: str, casts: Mapping[Tensor, DType] | None = None) -> Json:
     """``value`` as JSON; the tensors in it are stored as ``<prefix>.<path>``."""
     paths = {tensor: ".".join(map(str, path)) for path, tensor in leaf_tensors(value)}
     keys: dict[Tensor, str] = {}
@@ -171,7 +171,7 @@ def _encode(value: Value, group: _Group, prefix: str, casts: Mapping[Tensor, DTy
     return encode(value, tensor_key=tensor_key)
 
 
-def _refuse(groups: list[_Group]) -> None:
+def _refuse(groups: list[_ShardSet]) -> None:
     """Raises SourceUnsupportedError for what no safetensors file can hold."""
     unfit = [key for group in groups for key in group.tensors if key == "__metadata__" or not _is_unicode(key)]
     if unfit:
@@ -216,7 +216,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _shards(group: _Group, limit: int, prefix: str) -> list[TargetFile]:
+def _shards(group: _ShardSet, limit: int, prefix: str) -> list[TargetFile]:
     """The group's files: one, or several with their index. With a ``prefix`` all are numbered, and none is an index."""
     shards: list[list[str]] = [[]]
     room, total = limit, 0
@@ -243,7 +243,7 @@ def _shards(group: _Group, limit: int, prefix: str) -> list[TargetFile]:
     return [*files, index]
 
 
-def _file(path: str, keys: list[str], group: _Group, *, first: bool) -> TargetFile:
+def _file(path: str, keys: list[str], group: _ShardSet, *, first: bool) -> TargetFile:
     """One file of the tensors ``keys``; the group's first file holds the document."""
     metadata = {"format": "pt"}
     if first and group.document:

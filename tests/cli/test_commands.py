@@ -13,7 +13,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.cli import diff
 from fsdpckpt.ir.checkpoint import Section
-from fsdpckpt.verify.difference import Difference, Entry
+from fsdpckpt.verify.difference import ComparedKey, Difference
 from tests.cli.conftest import Run, training_state
 
 
@@ -145,9 +145,11 @@ def random_states(directory: Path, ranks: int, **more: object) -> Path:
 
 
 def test_on_a_terminal_layers_that_differ_alike_and_a_missing_section_are_one_line() -> None:
-    entries = [Entry("-", Section.OPTIM, f"layers.{n}.w.{state}", "tensor") for n in range(3) for state in ("a", "b")]
-    entries += [Entry("*", Section.MODEL, f"layers.{n}.w", "shape [2] vs [3]") for n in range(3)]
-    entries += [Entry("=", Section.MODEL, "norm.w")]
+    entries = [
+        ComparedKey("-", Section.OPTIM, f"layers.{n}.w.{state}", "tensor") for n in range(3) for state in ("a", "b")
+    ]
+    entries += [ComparedKey("*", Section.MODEL, f"layers.{n}.w", "shape [2] vs [3]") for n in range(3)]
+    entries += [ComparedKey("=", Section.MODEL, "norm.w")]
     result = Difference(tuple(entries), (), ("one", "other"))
     shown = "\n".join(map(str, diff._lines(result, 80, everything=False)))
     assert "- optim  all 6 keys, only in A" in shown

@@ -83,7 +83,7 @@ class Screen(io.StringIO):
 def on_screen(description: Description, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ``inspect`` prints on a terminal of this width."""
     from fsdpckpt.cli.inspect import inspect_command
-    from fsdpckpt.cli.output import Output
+    from fsdpckpt.cli.output import Streams
     from fsdpckpt.options.commands import InspectOptions
 
     screen = Screen()
@@ -91,7 +91,7 @@ def on_screen(description: Description, columns: int, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("fsdpckpt.api.inspect", lambda *_, **__: description)
-    assert inspect_command(Output(as_json=False, quiet=False), "405b", InspectOptions()) == 0
+    assert inspect_command(Streams(as_json=False, quiet=False), "405b", InspectOptions()) == 0
     return re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).splitlines()
 
 

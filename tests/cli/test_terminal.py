@@ -19,7 +19,7 @@ import torch
 from fsdpckpt import flags
 from fsdpckpt.cli import output
 from fsdpckpt.cli.errors import show_error
-from fsdpckpt.cli.output import Lines, Output, table_lines
+from fsdpckpt.cli.output import Lines, Streams, table_lines
 from fsdpckpt.errors import SourceError
 from fsdpckpt.text import JsonText, plural, size_text
 
@@ -92,7 +92,7 @@ def test_a_bar_stays_on_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(sys, name, value)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    with Output(as_json=False, quiet=False).progress() as progress:
+    with Streams(as_json=False, quiet=False).progress() as progress:
         progress.begin("verify", 999 << 30)
         for _ in range(8):
             time.sleep(0.06)
@@ -113,7 +113,7 @@ def test_a_quick_stage_says_nothing_in_a_log() -> None:
 
 
 def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    output = Output(as_json=False, quiet=True)
+    output = Streams(as_json=False, quiet=True)
     output.message("message")
     output.data(["data"])
     output.error(["error"])
@@ -121,7 +121,7 @@ def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    output = Output(as_json=True, quiet=False)
+    output = Streams(as_json=True, quiet=False)
     output.data(["data"])
     output.document(lambda: {"key": "é"})
     assert capsys.readouterr().out == '{"key": "é"}\n'
@@ -153,7 +153,7 @@ def test_colours_are_for_terminals_unless_a_variable_says_otherwise(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    show_error(Output(as_json=False, quiet=True), SourceError("it is \x1b[2J torn"))
+    show_error(Streams(as_json=False, quiet=True), SourceError("it is \x1b[2J torn"))
     first = stream.getvalue().splitlines()[0]
     label, rest = ("\x1b[1;31merror:\x1b[0m", " ") if coloured else ("error:", " ")
     assert first.startswith(label + rest)
@@ -179,7 +179,7 @@ def test_a_long_list_in_a_document_is_printed_whole(
     ]
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
-    Output(as_json=True, quiet=False).document(lambda: {"none": iter([]), "rows": iter(items), "end": 1})
+    Streams(as_json=True, quiet=False).document(lambda: {"none": iter([]), "rows": iter(items), "end": 1})
     printed = stream.buffer.getvalue()  # type: ignore[attr-defined]
     expected = [{**row, "why": "add --units FILE"} for row in rows]
     assert json.loads(printed) == {"none": [], "rows": expected, "end": 1}

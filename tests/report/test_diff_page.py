@@ -13,7 +13,7 @@ from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.report.compared import compared_page
 from fsdpckpt.report.incomplete import incomplete_page
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.verify.difference import Change, Difference, Entry
+from fsdpckpt.verify.difference import Change, ComparedKey, Difference
 from tests.cli.conftest import Run, at_step, run
 from tests.report.test_page import HOSTILE, Elements
 
@@ -32,16 +32,16 @@ def require_inert(html: str) -> None:
     assert policy is not None and policy.startswith("default-src 'none';") and "script-src" not in policy
 
 
-def moved(name: str, relative: float, state: str | None = None) -> Entry:
+def moved(name: str, relative: float, state: str | None = None) -> ComparedKey:
     section = Section.MODEL if state is None else Section.OPTIM
     change = Change(4, 4, relative, relative**2, 1.0)
-    return Entry("*", section, name, "differ", param=name, state=state, change=change)
+    return ComparedKey("*", section, name, "differ", param=name, state=state, change=change)
 
 
 def test_hostile_names_stay_text_on_both_pages(tmp_path: Path) -> None:
     entries = [moved(f"{key}.{n}.w", 0.1 + n) for key in HOSTILE for n in range(4)]
-    entries += [Entry("-", Section.MODEL, key, key) for key in HOSTILE]
-    entries += [Entry("*", Section.EXTRA, key, f"{key} vs {key}") for key in HOSTILE]
+    entries += [ComparedKey("-", Section.MODEL, key, key) for key in HOSTILE]
+    entries += [ComparedKey("*", Section.EXTRA, key, f"{key} vs {key}") for key in HOSTILE]
     require_inert(compared_page(Difference(tuple(entries), HOSTILE, (HOSTILE[0], HOSTILE[2]))))
     name = "<script>document.title='owned'<script>"
     for rank in (0, 1, 3):
@@ -65,7 +65,7 @@ def test_what_moved_much_further_than_other_layers_is_an_outlier() -> None:
 
 def test_a_page_of_very_many_keys_stays_small() -> None:
     entries = [moved(f"layers.{n}.part{m}.weight", 0.01 * (n + 1)) for n in range(126) for m in range(12)]
-    entries += [Entry("-", Section.OPTIM, f"state{n}.x", "tensor") for n in range(5_000)]
+    entries += [ComparedKey("-", Section.OPTIM, f"state{n}.x", "tensor") for n in range(5_000)]
     assert len(compared_page(Difference(tuple(entries)))) < 1_000_000
 
 

@@ -12,7 +12,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify import blocks
 from fsdpckpt.verify.changes import joined_lists, module_changes
 from fsdpckpt.verify.compare import compare
-from fsdpckpt.verify.difference import Change, Difference, Entry
+from fsdpckpt.verify.difference import Change, ComparedKey, Difference
 from tests.verify.raw import Raw, numbers, rows
 
 
@@ -67,9 +67,9 @@ def test_a_module_is_all_its_tensors_and_layers_that_moved_are_one_row(tmp_path:
 
 
 def test_the_values_of_a_long_list_are_one_entry_and_sides_stay_apart() -> None:
-    entries = [Entry("*" if n < 2 else "=", Section.EXTRA, f"rng.{n}", "1 vs 2") for n in range(12)]
-    entries += [Entry("-", Section.EXTRA, f"rng.{n}") for n in range(12, 14)]
-    entries += [Entry("=", Section.EXTRA, f"short.{n}") for n in range(3)]
+    entries = [ComparedKey("*" if n < 2 else "=", Section.EXTRA, f"rng.{n}", "1 vs 2") for n in range(12)]
+    entries += [ComparedKey("-", Section.EXTRA, f"rng.{n}") for n in range(12, 14)]
+    entries += [ComparedKey("=", Section.EXTRA, f"short.{n}") for n in range(3)]
     found = [(entry.sigil, entry.key, entry.detail) for entry in joined_lists(entries, 8)]
     assert found == [
         ("*", "rng", "2 of 12 values differ"),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fsdpckpt.formats.dcp.records import chunks_of, items_of
 from fsdpckpt.formats.pickle.operands import Columns, NotScannedError
-from fsdpckpt.formats.pickle.records import Record, Run, Scan
+from fsdpckpt.formats.pickle.records import Record, RecordRun, Scan
 from fsdpckpt.ir.tensors import Boxes, Int64Array, contiguous_strides
 
 Indexes: TypeAlias = tuple[int, ...]
@@ -138,13 +138,13 @@ class ChunkTable:
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def mark_used(self, run: Run, record: Record) -> None:
+    def mark_used(self, run: RecordRun, record: Record) -> None:
         """Note that ``run`` is used where records of this kind belong."""
         if run.record is not record or run not in self._unused:
             raise NotScannedError("a run that is used twice, or in the wrong table")
         self._unused.discard(run)
 
-    def boxes_of(self, run: Run) -> tuple[Int64Array, Int64Array]:
+    def boxes_of(self, run: RecordRun) -> tuple[Int64Array, Int64Array]:
         """The starts and sizes of the chunks in ``run``."""
         chunks = self._chunks
         rows = slice(run.begin, run.end)
@@ -163,7 +163,7 @@ class ChunkTable:
             self._count += 1
         self._tensors.append(_TensorRows(key, first, self._count - first, ndim, first_box))
 
-    def add_runs(self, key: str, shape: Indexes, runs: Sequence[Run]) -> bool:
+    def add_runs(self, key: str, shape: Indexes, runs: Sequence[RecordRun]) -> bool:
         """Add a tensor with the chunks in ``runs``. Adds nothing and returns False unless they are disjoint and inside
         the tensor.
         """

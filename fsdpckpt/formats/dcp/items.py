@@ -87,7 +87,7 @@ class _Described(NamedTuple):
 _Segments: TypeAlias = list[tuple[int, bytes]]
 
 
-class _Template(NamedTuple):
+class _ItemTemplate(NamedTuple):
     """The structure of one item: the ``words`` at ``offsets`` from its begin, under their ``masks``.
 
     These are the bytes before the data and, from number ``head`` on, the central directory, both without the checksums
@@ -111,7 +111,7 @@ class Structures:
     def __init__(self) -> None:
         self.kinds: list[tuple[DType, tuple[int, ...], tuple[int, ...]]] = []
         self._numbers: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
-        self.templates: dict[int, list[_Template]] = {}  # by the length of the item
+        self.templates: dict[int, list[_ItemTemplate]] = {}  # by the length of the item
         self.pickles: dict[bytes, _Described] = {}
         self._count = 0
 
@@ -121,7 +121,7 @@ class Structures:
             self.kinds.append((dtype, shape, stride))
         return number
 
-    def remember(self, length: int, template: _Template) -> None:
+    def remember(self, length: int, template: _ItemTemplate) -> None:
         known = self.templates.setdefault(length, [])
         if len(known) < _MAX_SAME_LENGTH and self._count < _MAX_TEMPLATES:
             known.append(template)
@@ -293,7 +293,7 @@ class _BatchEnds:
             bytes(self._buffer[head : head + nbytes]), bytes(self._buffer[end - nbytes : end]), nbytes - length
         )
 
-    def match(self, template: _Template, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    def match(self, template: _ItemTemplate, numbers: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Which of the items have this structure."""
         head = self._head[numbers, None] + template.offsets[: template.head]
         tail = self._tail[numbers, None] + template.offsets[template.head :]
@@ -301,7 +301,7 @@ class _BatchEnds:
         fits: npt.NDArray[np.bool_] = np.all(words == template.words, axis=1)
         return fits
 
-    def crcs(self, template: _Template, numbers: npt.NDArray[np.intp]) -> Int64Array:
+    def crcs(self, template: _ItemTemplate, numbers: npt.NDArray[np.intp]) -> Int64Array:
         crcs: Int64Array = (self._masked_words[self._tail[numbers] + template.crc_at] & _MASK[4]).astype(np.int64)
         return crcs
 
@@ -324,7 +324,7 @@ def _plan_reads(
 
 def _make_template(
     tensor: _ItemTensor, record: str, directory: ZipDirectory, length: int, ends: _Ends
-) -> _Template | None:
+) -> _ItemTemplate | None:
     """The structure to compare the next item of this length with; None if the bytes that were read do not
     contain it.
     """
@@ -343,7 +343,7 @@ def _make_template(
     local_crc_at = int(directory.header[row]) + LOCAL_CRC_AT
     before_data = _masked_words([(0, head[:local_crc_at]), (local_crc_at + 4, head[local_crc_at + 4 :])])
     offsets, words, masks = map(np.array, zip(*before_data, *_masked_words(tail), strict=True))
-    return _Template(offsets, words, masks, len(before_data), crc_at, tensor)
+    return _ItemTemplate(offsets, words, masks, len(before_data), crc_at, tensor)
 
 
 def _masked_words(segments: _Segments) -> list[tuple[np.int64, np.uint64, np.uint64]]:

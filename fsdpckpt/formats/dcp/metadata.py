@@ -23,12 +23,12 @@ import numpy as np
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, damaged
 from fsdpckpt.formats.dcp.chunk_table import ChunkTable, Indexes, ItemLocation, StoredChunks, is_inside
-from fsdpckpt.formats.dcp.records import CHUNK, ITEM, Entry, MetadataRuns, scan_metadata
+from fsdpckpt.formats.dcp.records import CHUNK, ITEM, MetadataRuns, ScannedTensor, scan_metadata
 from fsdpckpt.formats.pickle import StubInstance, instance_class, load, state_of, stub_for
 from fsdpckpt.formats.pickle.allowlist import STORAGE_MODULES
 from fsdpckpt.formats.pickle.check import MAX_DEPTH
 from fsdpckpt.formats.pickle.operands import NotScannedError
-from fsdpckpt.formats.pickle.records import Run, Scan
+from fsdpckpt.formats.pickle.records import RecordRun, Scan
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS, DType
 from fsdpckpt.ir.tensors import Boxes, contiguous_strides
 from fsdpckpt.process import gc_paused
@@ -148,7 +148,7 @@ def parse_metadata(source: ByteSource) -> DcpMetadata:
 
 def _parse_all(source: ByteSource) -> DcpMetadata:
     """The same with every record loaded."""
-    return _Parser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
+    return _RecordParser(source.path, None).parse(_load(source.read(0, source.nbytes), source.path))
 
 
 def _parse_scanned(scan: Scan, file: str) -> DcpMetadata:
@@ -156,7 +156,7 @@ def _parse_scanned(scan: Scan, file: str) -> DcpMetadata:
     runs = MetadataRuns(scan)
     root = _load(scan.pickle, file, runs)
     runs.finish()
-    return _Parser(file, scan).parse(root)
+    return _RecordParser(file, scan).parse(root)
 
 
 class _ParsedTensor(NamedTuple):
@@ -169,7 +169,7 @@ class _ParsedTensor(NamedTuple):
     boxes: list[tuple[Indexes, Indexes]] | None
 
 
-class _Parser:
+class _RecordParser:
     """Parses the records of one file, and adds the chunks of its tensors to a table."""
 
     def __init__(self, file: str, scan: Scan | None) -> None:
@@ -199,7 +199,7 @@ class _Parser:
         items: dict[str, ItemLocation] = {}
         missing: list[tuple[float, str]] = []  # number of tensors before it, what
         for key, entry in entries.items():
-            if type(entry) is Entry and type(key) is str:
+            if type(entry) is ScannedTensor and type(key) is str:
                 heads[key] = self._add_entry(key, entry)
                 continue
             if type(key) is not str or not isinstance(entry, StubInstance):
@@ -259,7 +259,7 @@ class _Parser:
             self._refuse("there is no table of stored items", expected="storage_data")
         checked: set[str] = set()
         for index, info in data.items():
-            if type(index) is Run and info is None:
+            if type(index) is RecordRun and info is None:
                 self._table.mark_used(index, ITEM)
                 continue
             try:
@@ -289,7 +289,7 @@ class _Parser:
                 names = tuple(name if isinstance(name, str) else truncate(name) for name in transforms)
             self._table.single[fqn, start] = ItemLocation(path, offset, length, names)
 
-    def _add_entry(self, key: str, entry: Entry) -> tuple[DType, Indexes]:
+    def _add_entry(self, key: str, entry: ScannedTensor) -> tuple[DType, Indexes]:
         """Add the chunks of a tensor whose record was scanned; return its dtype and shape."""
         parsed = self._parsed.get(entry.number)
         if parsed is None:
@@ -312,7 +312,7 @@ class _Parser:
         if not isinstance(entries, list):
             self._refuse("a tensor has no shape or no chunks", key=key, found=f"{key}: {truncate(fields.get('size'))}")
         dtype, shape = self._head(key, fields.get("size"), fields.get("properties"))
-        runs = [record for record in entries if type(record) is Run]
+        runs = [record for record in entries if type(record) is RecordRun]
         for run in runs:
             self._table.mark_used(run, CHUNK)
         if not runs or len(runs) < len(entries) or not self._table.add_runs(key, shape, runs):
@@ -331,7 +331,7 @@ class _Parser:
     def _start_size_pairs(self, entries: list[object]) -> Iterator[tuple[object, object]]:
         """Start and size of each chunk."""
         for record in entries:
-            if isinstance(record, Run):
+            if isinstance(record, RecordRun):
                 start, size = self._table.boxes_of(record)
                 yield from zip(map(tuple, start.tolist()), map(tuple, size.tolist()), strict=True)
             else:

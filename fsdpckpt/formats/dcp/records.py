@@ -24,7 +24,7 @@ from fsdpckpt.formats.pickle.records import (
     Example,
     Placed,
     Record,
-    Run,
+    RecordRun,
     Scan,
     list_of,
     number,
@@ -98,7 +98,7 @@ _INFOS = tuple(instance_class(module, "_StorageInfo") for module in STORAGE_MODU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class ScannedTensor:
     """Takes the place of a tensor: its number among those with other bytes, its ``TensorProperties`` and shape, and its
     chunks, which are rows of the columns.
     """
@@ -106,7 +106,7 @@ class Entry:
     number: int
     properties: object
     shape: tuple[int, ...]
-    chunks: Run
+    chunks: RecordRun
 
     def __setstate__(self, _state: object) -> None:
         raise TypeError("what stands for a tensor has no state")
@@ -160,16 +160,18 @@ def _unframed(source: ByteSource, block: int) -> Iterator[tuple[bytes, list[int]
 
 
 class MetadataRuns:
-    """Resolves the persistent ids of a scanned ``.metadata``: to a ``Run`` of chunks or items, or to an ``Entry``."""
+    """Resolves the persistent ids of a scanned ``.metadata``: to a ``RecordRun`` of chunks or items, or to a
+    ``ScannedTensor``.
+    """
 
     def __init__(self, scan: Scan) -> None:
         self._scan = scan
         self._placed = Placed(scan, self._compare)
         self._properties: dict[int, object] = {}  # of tensors, by form
-        self._entries: dict[int, Entry] = {}  # by holder: most tensors are described by the same bytes
+        self._entries: dict[int, ScannedTensor] = {}  # by holder: most tensors are described by the same bytes
         self.finish = self._placed.finish
 
-    def storage(self, persistent_id: object) -> Run | Entry:
+    def storage(self, persistent_id: object) -> RecordRun | ScannedTensor:
         run = self._placed.run(persistent_id)
         if run.holder < 0:
             return run
@@ -177,7 +179,7 @@ class MetadataRuns:
         if entry is None:
             holder = self._scan.holders[run.holder]
             shape = cast("tuple[int, ...]", holder.row["shape"])
-            entry = self._entries[run.holder] = Entry(run.holder, self._properties[holder.form], shape, run)
+            entry = self._entries[run.holder] = ScannedTensor(run.holder, self._properties[holder.form], shape, run)
         return entry
 
     def rebuild(self, function: str, arguments: tuple[object, ...]) -> NoReturn:

@@ -43,7 +43,7 @@ class Reads(Enum):
     LIST = auto()  # records of another kind, in a list
 
 
-class Part(NamedTuple):
+class RecordPart(NamedTuple):
     """Consecutive opcodes of a record: a field, or (``reads`` is None) the same in all records of a form."""
 
     pattern: bytes
@@ -51,30 +51,30 @@ class Part(NamedTuple):
     reads: Reads | None = None
 
 
-def same(*patterns: bytes) -> Part:
-    return Part(b"".join(patterns))
+def same(*patterns: bytes) -> RecordPart:
+    return RecordPart(b"".join(patterns))
 
 
-def number(name: str) -> Part:
-    return Part(INTEGER, name, Reads.NUMBER)
+def number(name: str) -> RecordPart:
+    return RecordPart(INTEGER, name, Reads.NUMBER)
 
 
-def number_or_none(name: str) -> Part:
-    return Part(INTEGER + rb"|N", name, Reads.NUMBER)
+def number_or_none(name: str) -> RecordPart:
+    return RecordPart(INTEGER + rb"|N", name, Reads.NUMBER)
 
 
-def sizes(name: str) -> Part:
-    return Part(SIZES, name, Reads.SIZES)
+def sizes(name: str) -> RecordPart:
+    return RecordPart(SIZES, name, Reads.SIZES)
 
 
-def text(name: str) -> Part:
-    return Part(GET + rb"|" + SHORT_TEXT + rb"\x94", name, Reads.TEXT)
+def text(name: str) -> RecordPart:
+    return RecordPart(GET + rb"|" + SHORT_TEXT + rb"\x94", name, Reads.TEXT)
 
 
-def list_of(record: Record) -> Part:
+def list_of(record: Record) -> RecordPart:
     """The records of a list, appended in batches or as a single one."""
     batches = rb"(?:\((?:" + record.pattern + rb")++e)++"
-    return Part(batches + rb"|" + record.pattern + rb"a", record.name, Reads.LIST)
+    return RecordPart(batches + rb"|" + record.pattern + rb"a", record.name, Reads.LIST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Record:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[RecordPart, ...]
     end: bytes
     values: int = 1
     added: bytes = b"e"
@@ -117,7 +117,7 @@ class Record:
         return re.compile(b"".join(rb"(" + part.pattern + rb")" for part in self.parts) + self.end, re.DOTALL)
 
 
-class Form:
+class RecordForm:
     """All opcodes of a record that are no fields: ``opcodes``, by part. ``number``: of the form.
 
     ``fields`` matches a record of this form, with a group for each field; ``several`` matches one or several.
@@ -141,7 +141,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class RecordRun:
     """Takes the place of records in the loaded value: of rows ``begin`` to ``end`` of the columns. It is an item in a
     list, or a key in a dict, with the value None.
 
@@ -182,7 +182,7 @@ class Scan:
     """
 
     pickle: bytes
-    runs: list[Run]
+    runs: list[RecordRun]
     columns: dict[str, list[Columns]]
     holders: list[Holder]
     texts: list[str | None]
@@ -201,7 +201,7 @@ class Placed:
         self._scan, self._compare = scan, compare
         self._next = 0
 
-    def run(self, persistent_id: object) -> Run:
+    def run(self, persistent_id: object) -> RecordRun:
         """Raises UnpicklingError for a persistent id that stands for no run."""
         scan, expected = self._scan, self._next
         which = persistent_id if type(persistent_id) is tuple and len(persistent_id) == 3 else (persistent_id, (), ())

@@ -24,7 +24,7 @@ from fsdpckpt.formats.pickle.operands import (
     smallest_integers,
 )
 from fsdpckpt.formats.pickle.patterns import GET, MEMOIZES, NEW, in_frame, memoising, plain
-from fsdpckpt.formats.pickle.records import Example, Form, Holder, Reads, Record, Row, Run, Scan
+from fsdpckpt.formats.pickle.records import Example, Holder, Reads, Record, RecordForm, RecordRun, Row, Scan
 
 _SHORT_TEXT_OPCODE, _STOP = 0x8C, ord(".")
 _MAX_FORMS = 256  # patterns that are made; a save has fewer than ten
@@ -51,7 +51,7 @@ class Skipped(Protocol):
 class _Known(NamedTuple):
     """A record with a list that was read before. ``memoised``: how many values it memoises."""
 
-    run: Run
+    run: RecordRun
     memoised: int
 
 
@@ -64,7 +64,7 @@ class _Added(NamedTuple):
     to texts that the loader must read, as opcodes, and the numbers of these texts.
     """
 
-    run: Run
+    run: RecordRun
     examples: list[tuple[Example, bytes]]
     named: list[bytes]
     new: list[int]
@@ -87,9 +87,9 @@ class Scanner:
         self._texts_in_runs: list[TextsInRun] = []
         self._bases: list[int] = []  # of these
         self._text_numbers: dict[bytes, int] = {}  # by the opcodes of a text, or of a reference that the loader reads
-        self._forms: dict[tuple[str, _Groups], Form] = {}
-        self._latest: dict[str, Form] = {}
-        self._shown: set[Form] = set()  # those with an example
+        self._forms: dict[tuple[str, _Groups], RecordForm] = {}
+        self._latest: dict[str, RecordForm] = {}
+        self._shown: set[RecordForm] = set()  # those with an example
         self._known: dict[bytes, _Known] = {}
         self._counts = {record.name: 0 for record in (*records, *(record.inner for record in records if record.inner))}
         self._room = _MAX_REMEMBERED
@@ -268,16 +268,16 @@ class Scanner:
         examples = of_holder.examples + of_list.examples
         self._placeholder(_Added(run, examples, of_holder.named + of_list.named, of_holder.new + of_list.new))
 
-    def _form(self, record: Record, opcodes: _Groups) -> Form:
+    def _form(self, record: Record, opcodes: _Groups) -> RecordForm:
         """The form of a record with these opcodes in the parts that are no fields."""
         form = self._forms.get((record.name, opcodes))
         if form is None:
             if len(self._forms) == _MAX_FORMS:
                 raise NotScannedError("more forms of records than any save has")
-            form = self._forms[record.name, opcodes] = Form(record, opcodes, len(self._forms))
+            form = self._forms[record.name, opcodes] = RecordForm(record, opcodes, len(self._forms))
         return form
 
-    def _by_form(self, record: Record, data: bytes, begin: int, end: int) -> Iterator[tuple[Form, list[_Groups]]]:
+    def _by_form(self, record: Record, data: bytes, begin: int, end: int) -> Iterator[tuple[RecordForm, list[_Groups]]]:
         """The fields of the records from ``begin`` to ``end``, cut where the form changes."""
         at = begin
         while at < end:
@@ -293,7 +293,7 @@ class Scanner:
             yield form, form.fields.findall(data, at, several.end())
             at = several.end()
 
-    def _add(self, form: Form, rows: Sequence[_Groups]) -> _Added:
+    def _add(self, form: RecordForm, rows: Sequence[_Groups]) -> _Added:
         """Add rows of one form to the columns."""
         record, columns = form.record, iter(zip(*rows, strict=True))
         made: Columns = {}
@@ -330,11 +330,11 @@ class Scanner:
             examples.append((Example(record, form.number, row), self._opcodes_of_example(form, rows[0])))
         if record.inner is not None:
             self._scan.holders.append(Holder(form.number, row))
-            return _Added(Run(record, 0, 0, len(self._scan.holders) - 1), examples, named, new)
+            return _Added(RecordRun(record, 0, 0, len(self._scan.holders) - 1), examples, named, new)
         begin = self._counts[record.name]
         self._counts[record.name] += len(rows)
         self._scan.columns[record.name].append({name: smallest_integers(column) for name, column in made.items()})
-        return _Added(Run(record, begin, begin + len(rows)), examples, named, new)
+        return _Added(RecordRun(record, begin, begin + len(rows)), examples, named, new)
 
     def _texts(self, column: Sequence[bytes]) -> tuple[npt.NDArray[np.signedinteger], int | npt.NDArray[np.uint8]]:
         """The numbers of texts, -1 for a reference; and which of them are memoised."""
@@ -375,7 +375,7 @@ class Scanner:
                     raise NotScannedError("a reference to what comes later")
         numbers[rows] = [found[column[row]] for row in rows]
 
-    def _opcodes_of_example(self, form: Form, fields: _Groups) -> bytes:
+    def _opcodes_of_example(self, form: RecordForm, fields: _Groups) -> bytes:
         """The opcodes of one record as they are in what is left: not memoised."""
         left = iter(fields)
         parts = [next(left) if part.reads is not None else same for part, same in form.parts]

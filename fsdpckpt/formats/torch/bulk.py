@@ -199,7 +199,7 @@ class _Tensors(TensorBuilder):
 
     def __init__(self, records: ZipDirectory, file: str, scanned: _Scanned, file_id: int) -> None:
         super().__init__(records, file)
-        memo = _Memo(scanned)
+        memo = _TensorMemo(scanned)
         forms = [
             self._form(form, memo, before, file_id)
             for form, before in zip(scanned.forms, scanned.first_use, strict=True)
@@ -217,7 +217,7 @@ class _Tensors(TensorBuilder):
             chunks = Chunks(whole.rank, whole.file, offset, whole.boxes)
             self._made.append(Tensor(dtype, shape, chunks, sharded))
 
-    def _form(self, opcodes: tuple[bytes, ...], memo: _Memo, before: int, file_id: int) -> _Form:
+    def _form(self, opcodes: tuple[bytes, ...], memo: _TensorMemo, before: int, file_id: int) -> _Form:
         """What ``TensorBuilder`` makes of these, with its checks."""
         head, storage, first, size, stride, tail = opcodes
         function, word, kind, location, after = _references(head, storage, tail)
@@ -236,11 +236,11 @@ class _Tensors(TensorBuilder):
         return _Form(dtype, shape, numel * dtype.itemsize, at, whole, None if shape else False)
 
     def storage(self, persistent_id: object) -> object:
-        """The tensor of that number: in the file itself every persistent id is a tuple (``_Memo``)."""
+        """The tensor of that number: in the file itself every persistent id is a tuple (``_TensorMemo``)."""
         return self._made[persistent_id] if type(persistent_id) is int else super().storage(persistent_id)
 
 
-class _Memo:
+class _TensorMemo:
     """What the memo holds at the numbers that tensors which were taken out refer to.
 
     Raises _NeedsGeneralReaderError where opcodes refer to a number that such a tensor writes, where a number that

@@ -23,7 +23,7 @@ from fsdpckpt.readers.deepspeed.patterns import MapError, name_of, patterns_of
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO
 from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, to_universal, unsupported
 from fsdpckpt.readers.deepspeed.step import ModuleStates, StateDict, contradiction
-from fsdpckpt.readers.model_shards import Piece, Shape, Shard, Shards
+from fsdpckpt.readers.model_shards import ModelShard, Piece, Shape, Shards
 
 _AFFINE_MAP = "affine_map"
 _REASONS = "autotp_unsupported_parameter_patterns"
@@ -163,7 +163,7 @@ def _shards(entry: object, model_ranks: int) -> Shards:
     return Shards(shape, {rank: _shard(of_rank, shape) for rank, of_rank in sorted(ranks.items())})
 
 
-def _shard(entry: object, whole: Shape) -> Shard:
+def _shard(entry: object, whole: Shape) -> ModelShard:
     shape = _extents(_field(entry, "shard_shape"))
     entries = _field(entry, "pieces")
     if not isinstance(entries, (list, tuple)) or len(entries) > _MAX_PIECES or len(shape) != len(whole):
@@ -173,7 +173,7 @@ def _shard(entry: object, whole: Shape) -> Shard:
     # Equal boxes count as replicas there; here each element of the shard is in one piece.
     if sum(box.numel for box in boxes) != prod(shape) or (boxes and not _tile(boxes, shape)):
         raise MapError(f"its pieces do not fill a shard of shape {list(shape)}")
-    return Shard(shape, tuple(piece for piece in pieces if piece.shard.numel))
+    return ModelShard(shape, tuple(piece for piece in pieces if piece.shard.numel))
 
 
 def _tile(boxes: Sequence[Box], shape: Shape) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fsdpckpt.ir.values import Key
 from fsdpckpt.readers.deepspeed.partitions import is_count
-from fsdpckpt.readers.model_shards import Shape, Shard, Shards, shards_of_parts
+from fsdpckpt.readers.model_shards import ModelShard, Shape, Shards, shards_of_parts
 
 _REPLICATED = "tp_replicated_parameter_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"
@@ -67,7 +67,7 @@ class Patterns:
         if name in self.replicated:
             if len(set(local)) > 1:
                 raise MapError("it is the same on all ranks, and its shards have several shapes")
-            return Shards(local[0], {rank: Shard.of_whole(shape) for rank, shape in enumerate(local)})
+            return Shards(local[0], {rank: ModelShard.of_whole(shape) for rank, shape in enumerate(local)})
         dim, widths = self.fused.get(name, (1 if name in self.row else 0, ()))
         if any(len(shape) <= dim for shape in local):
             raise MapError(f"it has no dimension {dim}")

@@ -57,7 +57,7 @@ from fsdpckpt.readers.deepspeed.step import (
     require_same,
     section_of,
 )
-from fsdpckpt.readers.model_shards import RankGrid, Shard, Shards
+from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards
 from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
 from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
@@ -252,13 +252,13 @@ class _Step:
     def _parameters(self, columns: Sequence[_Column]) -> dict[str, Shards]:
         """All trained parameters, with what each model-parallel rank holds of them."""
         parameters: dict[str, Shards] = {}
-        held: dict[str, dict[int, Shard]] = {}
+        held: dict[str, dict[int, ModelShard]] = {}
         for column in columns:
             for name, shape in column.shapes.items():
                 shards = self.module.shards.get(name)
                 if shards is None:  # it is whole, on each stage of a pipeline that has it
                     by_rank = held.setdefault(name, {})
-                    by_rank[column.model_rank] = Shard.of_whole(shape)
+                    by_rank[column.model_rank] = ModelShard.of_whole(shape)
                     parameters.setdefault(name, Shards(shape, by_rank))
                 elif shards.by_rank[column.model_rank].shape != shape:
                     raise contradiction(column.module.path, f"{name} has another shape than in {MAP_INFO}")

@@ -22,7 +22,7 @@ from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Slice, is_count, partitions_of_params
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions
 from fsdpckpt.readers.deepspeed.required_files import require_one_save
-from fsdpckpt.readers.model_shards import RankGrid, Shard, Shards, whole_shard
+from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, KeyPath, PartContents, file_name
 from fsdpckpt.readers.torch_ranks import NamedRank, check_names
@@ -361,7 +361,7 @@ class ModuleStates:
                 name, shape = str(key), size_of(shapes.get(key))
                 if not isinstance(leaf, StoredTensor) or len(leaf.shape) != 1 or shape is None:
                     raise contradiction(file.path, f"the frozen parameter {name} is not a flat tensor with a shape")
-                shards = self.shards.get(name, Shards(shape, {file.model_rank: Shard.of_whole(shape)}))
+                shards = self.shards.get(name, Shards(shape, {file.model_rank: ModelShard.of_whole(shape)}))
                 if shards.by_rank[file.model_rank].shape != shape:
                     raise contradiction(file.path, _other_shape(name, shape, shards.by_rank[file.model_rank]))
                 parameters.setdefault(name, shards)
@@ -395,7 +395,7 @@ def _shard_in(file: StepFile, name: str, value: object, shards: Shards) -> Store
     return value
 
 
-def _other_shape(name: str, shape: tuple[int, ...], shard: Shard) -> str:
+def _other_shape(name: str, shape: tuple[int, ...], shard: ModelShard) -> str:
     return f"{name} has the shape {list(shape)}, and {list(shard.shape)} in {MAP_INFO}"
 
 

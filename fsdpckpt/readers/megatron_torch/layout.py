@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from fsdpckpt.readers.model_shards import Shape, Shard, Shards, shards_of_parts
+from fsdpckpt.readers.model_shards import ModelShard, Shape, Shards, shards_of_parts
 
 
 class _Cut(Enum):
@@ -92,7 +92,7 @@ def shards_of(name: str, local: Shape, ranks: int, arguments: Arguments) -> Shar
     if cut is None:
         raise LayoutError("Megatron-core's GPT model has no parameter of this name")
     if cut is _Cut.WHOLE:
-        return Shards(local, {rank: Shard.of_whole(local) for rank in range(ranks)})
+        return Shards(local, {rank: ModelShard.of_whole(local) for rank in range(ranks)})
     dim = 1 if cut in (_Cut.HEADS, _Cut.OUTER) else 0
     if len(local) <= dim:
         raise LayoutError(f"it has {len(local)} dimensions")

@@ -24,7 +24,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes
-from fsdpckpt.readers.model_shards import Piece, Shard
+from fsdpckpt.readers.model_shards import ModelShard, Piece
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, PartContents, build_tensors
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -40,7 +40,7 @@ _MIXED = "the file was damaged or edited, or files of two saves are mixed"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModelRank:
     """A rank of the model: its pipeline stage, its tensor-parallel rank, and that of its experts, None for all."""
 
     pp: int
@@ -54,7 +54,7 @@ class WeightFile:
 
     name: str
     path: str
-    place: Place | None
+    place: ModelRank | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class StateFile:
     """``dp``: the data-parallel rank under ZeRO, else None."""
 
     path: str
-    place: Place
+    place: ModelRank
     dp: int | None
     dp_size: int
 
 
-_NUMBER = Shard.of_whole(())  # a step, which every rank has whole
+_NUMBER = ModelShard.of_whole(())  # a step, which every rank has whole
 
 
 @dataclass(slots=True)
@@ -81,7 +81,9 @@ class _Rows:
     size: list[tuple[int, ...]] = field(default_factory=list)
     stride: list[tuple[int, ...]] = field(default_factory=list)
 
-    def add(self, rank: int, file: int, at: int, itemsize: int, shard: Shard, held: Iterable[Box], first: int) -> None:
+    def add(
+        self, rank: int, file: int, at: int, itemsize: int, shard: ModelShard, held: Iterable[Box], first: int
+    ) -> None:
         """Add what ``held``, boxes of a rank's tensor, are of the whole one. ``at``: the byte of its element number
         ``first``.
         """
@@ -116,12 +118,12 @@ class _Parameter:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    shards: dict[Place | None, Shard] = field(default_factory=dict)
+    shards: dict[ModelRank | None, ModelShard] = field(default_factory=dict)
     rows: _Rows = field(default_factory=_Rows)
 
-    def shard_of(self, place: Place) -> Shard | None:
+    def shard_of(self, place: ModelRank) -> ModelShard | None:
         """What ``place`` has of it; None if it has none."""
-        for at in (place, Place(place.pp, place.tp, None), None):
+        for at in (place, ModelRank(place.pp, place.tp, None), None):
             if at in self.shards:
                 return self.shards[at]
         return None
@@ -168,14 +170,14 @@ def read_nanotron(
 class _Ranks:
     """Numbers the ranks that saved: by stage, data-parallel rank, tensor-parallel rank and rank of experts."""
 
-    def __init__(self, places: Sequence[Place], states: Sequence[StateFile]) -> None:
+    def __init__(self, places: Sequence[ModelRank], states: Sequence[StateFile]) -> None:
         all_places = [*places, *(file.place for file in states)]
         self._tp = 1 + max((place.tp for place in all_places), default=0)
         self._exp = 1 + max((place.exp or 0 for place in all_places), default=0)
         self._dp = max((file.dp_size for file in states), default=1)
         self.count = (1 + max((place.pp for place in all_places), default=0)) * self._dp * self._tp * self._exp
 
-    def number(self, place: Place | None, dp: int = 0) -> int:
+    def number(self, place: ModelRank | None, dp: int = 0) -> int:
         if place is None:
             return 0
         return ((place.pp * self._dp + dp) * self._tp + place.tp) * self._exp + (place.exp or 0)
@@ -209,10 +211,10 @@ def _read_weights(
     return parameters
 
 
-def _shard(file: WeightFile, stored: HeaderTensor, metadata: Mapping[str, str]) -> tuple[tuple[int, ...], Shard]:
+def _shard(file: WeightFile, stored: HeaderTensor, metadata: Mapping[str, str]) -> tuple[tuple[int, ...], ModelShard]:
     """The shape of the whole parameter, and what the file has of it. Raises SourceCorruptError."""
     if file.place is None:
-        return stored.shape, Shard.of_whole(stored.shape)
+        return stored.shape, ModelShard.of_whole(stored.shape)
     try:
         shape = tuple(_extent(each) for each in metadata[_SHAPE].strip("()").split(",") if each.strip())
         texts = metadata[_SLICES].split(";")
@@ -230,7 +232,7 @@ def _shard(file: WeightFile, stored: HeaderTensor, metadata: Mapping[str, str]) 
         raise damaged(
             file.path, what, found=f"{type(error).__name__}: {error}"[:200], key=file.name, why=_MIXED
         ) from None
-    return shape, Shard(stored.shape, tuple(pieces))
+    return shape, ModelShard(stored.shape, tuple(pieces))
 
 
 def _extent(text: str) -> int:

@@ -15,7 +15,7 @@ from math import prod
 
 from fsdpckpt.errors import SourceIncompleteError, damaged
 from fsdpckpt.ir import Section
-from fsdpckpt.readers.nanotron.read import Place, StateFile, WeightFile, read_nanotron
+from fsdpckpt.readers.nanotron.read import ModelRank, StateFile, WeightFile, read_nanotron
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -81,7 +81,7 @@ def _weights(directory: str, sources: Sources) -> list[WeightFile]:
         if pp is None or tp is None:
             found.append(WeightFile(name, entry.path, None))
             continue
-        found.append(WeightFile(name, entry.path, Place(pp, tp, exp)))
+        found.append(WeightFile(name, entry.path, ModelRank(pp, tp, exp)))
         ranks.setdefault(name, {})[tp, exp or 0] = below
         sizes[name] = (tp_size or 1, exp_size or 1)
     for name, files in ranks.items():
@@ -111,7 +111,7 @@ def _states(directory: str, sources: Sources) -> list[StateFile]:
         _require_counted(file.path, ((pp, pp_size), (dp, dp_size), (tp, tp_size), (exp, exp_size)))
         zero = zero or dp is not None
         sizes.add((pp_size or 1, dp_size or 1, tp_size or 1, exp_size or 1))
-        found.append(StateFile(file.path, Place(pp or 0, tp or 0, exp or 0), dp, dp_size or 1))
+        found.append(StateFile(file.path, ModelRank(pp or 0, tp or 0, exp or 0), dp, dp_size or 1))
     have = {(file.place.pp, file.dp or 0, file.place.tp, file.place.exp or 0) for file in found}
     missing: list[str] = []
     for pp_size, dp_size, tp_size, exp_size in sorted(sizes):

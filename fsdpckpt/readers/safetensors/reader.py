@@ -153,7 +153,7 @@ def sharding_info(header: Header, *, file: str) -> dict[str, tuple[int, ...]] | 
 
 
 def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> PartContents:
-    chunked: dict[str, list[_Chunk]] = {}
+    chunked: dict[str, list[_RankChunk]] = {}
     documents: list[tuple[str, str]] = []
     ranks, placed = 1, False
     for path, header in headers:
@@ -167,7 +167,7 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> PartConten
         for key, tensor in header.tensors.items():
             start = offsets[key] if offsets is not None else (0,) * len(tensor.shape)
             chunks = chunked.setdefault(key, [])
-            chunks.append(_Chunk(path, rank, number, start, tensor))
+            chunks.append(_RankChunk(path, rank, number, start, tensor))
             if len(chunks) > 1:
                 _require_fitting(key, chunks[0], chunks[-1], sharded=offsets is not None)
     tensors = build_tensors([_with_global_shape(key, chunks) for key, chunks in chunked.items()], world_size=ranks)
@@ -187,7 +187,7 @@ def _tree(headers: Sequence[tuple[str, Header]], files: FileTable) -> PartConten
     return tree
 
 
-class _Chunk(NamedTuple):
+class _RankChunk(NamedTuple):
     """A tensor of the file ``path``, which begins at ``start`` of its global tensor."""
 
     path: str
@@ -197,7 +197,7 @@ class _Chunk(NamedTuple):
     tensor: HeaderTensor
 
 
-def _require_fitting(key: str, first: _Chunk, other: _Chunk, *, sharded: bool) -> None:
+def _require_fitting(key: str, first: _RankChunk, other: _RankChunk, *, sharded: bool) -> None:
     """Raises SourceCorruptError unless both can be chunks of one tensor. ``sharded``: whether files have chunks."""
     (dtype, shape, *_), (other_dtype, other_shape, *_) = first.tensor, other.tensor
     if not sharded or dtype is not other_dtype or len(shape) != len(other_shape):
@@ -213,7 +213,7 @@ def _require_fitting(key: str, first: _Chunk, other: _Chunk, *, sharded: bool) -
         )
 
 
-def _with_global_shape(key: str, chunks: list[_Chunk]) -> ChunkedTensor:
+def _with_global_shape(key: str, chunks: list[_RankChunk]) -> ChunkedTensor:
     """The tensor with its global shape: up to the end of the farthest chunk (``hf_storage.py`` reads it the same way).
 
     Raises SourceCorruptError if no tensor can be that large.

@@ -137,10 +137,10 @@ def find_metadata(file: Entry | None, sources: Sources) -> Metadata | None:
     content = load(data, file=file.path)
     if not isinstance(content, dict) or not content.keys() >= _KEYS:
         return None
-    return _Parser(file.path, _NUMBERS_A_BYTE * file.nbytes).parse(content)
+    return _MetadataParser(file.path, _NUMBERS_A_BYTE * file.nbytes).parse(content)
 
 
-class _Parser:
+class _MetadataParser:
     """``path``: of ``metadata.pkl``, for messages. ``most``: how many numbers it may describe: a pickle may list one
     sequence in many places.
     """

@@ -34,11 +34,11 @@ from fsdpckpt.readers.protocol import KeyPath, PartContents, dotted
 from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile
 
 
-class _Absent:
+class _NotInRank:
     """Takes the place of a key that a rank does not have."""
 
 
-_ABSENT = _Absent()
+_ABSENT = _NotInRank()
 
 
 class _Place(Enum):
