@@ -245,9 +245,9 @@ def _group_of_each(groups: Sequence[Sequence[object]]) -> list[int]:
 
 def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys:
     """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
-    certain = tuple(name for name in order.names if name not in order.uncertain)
-    # That the others are second names of these is proved by equal matrices, not by equal vectors.
-    proved = len(certain) == len(ids.numbers) and not order.alike
+    # Equal values do not prove that two names are one parameter: those that only have them may each have an id.
+    certain = tuple(name for name in order.names if name not in order.uncertain or name in order.alike)
+    proved = len(certain) == len(ids.numbers)
     choices = [certain, order.names] if proved else [order.names]
     for names in dict.fromkeys(choices):
         answers = in_order(group_sizes, len(names), ids.may_be(names, order))
@@ -256,6 +256,9 @@ def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> 
         if len(answers) > 1:
             what = "which of them it has" if len(group_sizes) == 1 else "which group has which of them"
             why = f"{plural(len(names), 'parameter', 'are')} possible, and their shapes do not decide {what}"
+            if order.alike:
+                alike = some_of([name for name in order.names if name in order.alike])
+                why += f"; {alike} may be another name of a parameter with the same values, or both were filled alike"
             raise _ambiguous(ids, order, why, _differences(ids, names, answers))
         if answers:
             return ids.named(names[index] for index in answers[0])

@@ -102,8 +102,8 @@ def from_model(
     ``buffers``: globs of keys that are not parameters. ``names_to_match``: as for ``from_param_names``; None keeps the
     prefix. ``keyed``: the names that have optimizer states or are in groups; they are parameters even if they are
     0-dim. ``scalars``: any 0-dim tensor may be a parameter. A key with the same bytes in the file as an earlier one is
-    the same parameter under another name; one with the same shape and checksums may be. None without a model section of
-    whole tensors.
+    the same parameter under another name. One with the same shape and checksums may be, or both were filled alike when
+    they were made: that is a doubt, and proves nothing. None without a model section of whole tensors.
     """
     if checkpoint.model is None:
         return None
@@ -118,15 +118,17 @@ def from_model(
             tensors[name] = leaf
     if not tensors:
         return None
-    shared, uncertain = _repeats(tensors, checkpoint.checksums)
-    alike = {name for name in uncertain if tensors[name].ndim < 2}
+    shared, alike = _repeats(tensors, checkpoint.checksums)
+    uncertain = set(alike)
     names = [name for name in tensors if name not in shared]
     open_names = [] if buffers else [name for name in names if tensors[name].sharded is not True and name not in keyed]
     # Beside distributed tensors a plain one is a buffer. A DCP directory has small parameters in one piece, too.
     plain = {name for name in open_names if tensors[name].sharded is False and checkpoint.container == Container.TORCH}
     doubtful = {*uncertain, *open_names} - plain
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
-        uncertain.update(name for name in names if tensors[name].sharded is not True)
+        unsharded = {name for name in names if tensors[name].sharded is not True}
+        uncertain |= unsharded
+        alike -= unsharded
     excludes_buffers = bool(buffers) or any(tensor.sharded is not None for tensor in tensors.values())
     doubts: dict[RowNumber, Doubt] = {}
     for row, name in enumerate(names):

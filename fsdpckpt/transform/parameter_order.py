@@ -24,8 +24,9 @@ class Doubt(Flag):
 
     ``OPTIMIZER``: the optimizer may lack it (buffers, frozen parameters). ``MODEL``: ``model.parameters()`` may lack it
     (buffers, later names of shared parameters). ``PLAIN``: a plain tensor beside distributed ones, which is a buffer
-    unless FSDP ignored a frozen parameter. ``ALIKE``: a vector that has the checksums of another one: it may be that
-    one under a second name, or both are zeros since they were made.
+    unless FSDP ignored a frozen parameter. ``ALIKE``: it has the shape and the checksums of another one, and no other
+    doubt: it may be that one under a second name, or both are as they were filled when they were made (the zeros of
+    adapters, copies of one layer).
     """
 
     OPTIMIZER = auto()
@@ -90,7 +91,7 @@ class ParameterOrder(Listing):
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """The names of vectors that have the checksums of others, which proves nothing of them."""
+        """The names of tensors that have the checksums of others, which proves nothing of them."""
         return self._with(Doubt.ALIKE)
 
     def _with(self, doubt: Doubt) -> frozenset[str]:

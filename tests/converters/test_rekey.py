@@ -164,27 +164,55 @@ def test_a_list_in_an_order_other_than_the_models_is_the_optimizers_own_if_all_s
 
 
 def test_a_tied_weight_of_a_full_file_is_one_parameter_even_as_a_copy(tmp_path: Path) -> None:
-    """FSDP1's full files hold tied weights twice, as clones; equal checksums tell which name has no id."""
+    """FSDP1's full files hold tied weights twice, as clones: the order and the shapes tell which name has no id."""
     model, optimizer = _trained(_one_group)
     cloned = {name: value.clone() for name, value in model.state_dict().items()}
     source = _open(tmp_path / "a.pt", {"model": cloned, "optimizer": optimizer.state_dict()})
     assert list(_rekeyed(source, "name").optim.state) == [name for name, _ in model.named_parameters()]
 
 
-def test_copies_that_differ_are_not_taken_for_a_tied_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alike", [True, False], ids=["equal", "different"])
+def test_copies_are_not_taken_for_a_tied_weight_by_their_values(alike: bool, tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3)))
     model[1].weight = model[0].weight
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 5)).sum().backward()
     optimizer.step()
+    tied = _open(tmp_path / "tied.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert list(_rekeyed(tied, "name").optim.state) == ["0.weight", "2.weight"]  # one storage
     cloned = {name: value.clone() for name, value in model.state_dict().items()}
+    if not alike:
+        cloned["1.weight"] += 1
     source = _open(tmp_path / "a.pt", {"model": cloned, "optimizer": optimizer.state_dict()})
-    assert list(_rekeyed(source, "name").optim.state) == ["0.weight", "2.weight"]
-    cloned["1.weight"] += 1
-    source = _open(tmp_path / "b.pt", {"model": cloned, "optimizer": optimizer.state_dict()})
-    with pytest.raises(NeedsInformationError):
+    with pytest.raises(NeedsInformationError) as asked:
         _rekeyed(source, "name")
+    assert ("1.weight may be another name" in str(asked.value.why)) is alike
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0], ids=["zeros", "ones"])
+@pytest.mark.parametrize("shape", [(4, 4), (4,)], ids=["matrices", "vectors"])
+def test_parameters_that_are_equal_since_they_were_made_keep_their_own_states(
+    fill: float, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """As LoRA's second factors: the base weight is frozen, and two adapters of zeros have one state each."""
+    model = nn.ParameterDict({name: torch.randn(shape) for name in "abcd"})
+    with torch.no_grad():
+        for name in "cd":
+            model[name].fill_(fill)
+    model["a"].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD([param for param in model.values() if param.requires_grad], momentum=0.9)
+    for param in model.values():
+        param.grad = torch.randn_like(param) if param.requires_grad else None
+    optimizer.step()
+    with torch.no_grad():
+        for name in "cd":
+            model[name].fill_(fill)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(NeedsInformationError, match="d may be another name"):
+        _rekeyed(_open(tmp_path / "one_too_many.pt", saved), "name")
+    saved["model"].pop("a")
+    assert list(_rekeyed(_open(tmp_path / "all.pt", saved), "name").optim.state) == ["b", "c", "d"]
 
 
 @pytest.mark.parametrize("states", [{}, {0: "0.weight"}])
