@@ -18,12 +18,18 @@ from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes
 from fsdpckpt.ir.tensors import Slices, Tensor
 from fsdpckpt.producers.recognition import id_rule_of
+from fsdpckpt.transform.assignment import in_any_order
 from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.listings import model_names
 from fsdpckpt.transform.model_positions import counts_over_model
 from fsdpckpt.transform.rekey import apply_key_type
+
+_Groups: TypeAlias = Sequence[Sequence[ParamKey]]
+_Side: TypeAlias = tuple[Checkpoint, _Groups]
+"""A checkpoint and what its groups list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +59,101 @@ def match_optimizers(a: Checkpoint, b: Checkpoint) -> Match:
     if by_place is not None:
         return by_place
     if groups_a is None or groups_b is None:
-        problem = "one of them has no param groups, so ids cannot be matched with names"
-    elif [len(group) for group in groups_a] != [len(group) for group in groups_b]:
-        problem = f"their param groups have {_lengths(groups_a)} and {_lengths(groups_b)} parameters"
-    else:
-        pairs = _pair_keys(groups_a, groups_b)
-        mismatch = _find_mismatch(a.optim, b.optim, pairs)
-        matches = [Match(pairs, notes=(_note("the param groups", types),))] if mismatch is None else []
-        # Where the names were sorted, ids count in the order of the model.
-        named = groups_a if types[0] == "name" else groups_b
-        positions = _model_order(a if types[0] == "id" else b)
-        listed = listed_order([list(map(str, names)) for names in named], _positions_by_name(positions))
+        raise _unmatched(a, b, "one of them has no param groups, so ids cannot be matched with names")
+    if [len(group) for group in groups_a] != [len(group) for group in groups_b]:
+        lengths = f"{_lengths(groups_a)} and {_lengths(groups_b)}"
+        raise _unmatched(a, b, f"their param groups have {lengths} parameters")
+    return _match_lists((a, groups_a), (b, groups_b))
 
-        def in_model_order(groups: _Groups) -> list[list[ParamKey]]:
-            return [sorted(keys, key=lambda key: positions.get(key, 0)) for keys in groups]
 
-        pairs = _pair_keys(in_model_order(groups_a), in_model_order(groups_b))
-        if positions and _find_mismatch(a.optim, b.optim, pairs) is None:
-            if types[0] == "id":
-                positions = {key: key for keys in groups_a for key in keys if isinstance(key, int)}
-            by_model = Match(pairs, positions, (_note("the model's parameters", types),))
-            first = listed is None or not listed.own
-            matches.insert(0 if first else len(matches), by_model)
-        if matches:
-            return min(matches, key=partial(_count_stateless, a.optim, b.optim))
-        problem = str(mismatch)
-    raise NeedsInformationError(
+def _match_lists(a: _Side, b: _Side) -> Match:
+    """Match names with ids of ``torch.optim`` by the order in which the groups list the names, if that is the order of
+    the job's optimizer (``listed_order``, as ``convert`` asks it), else by that of the model or by shapes alone.
+
+    Raises NeedsInformationError if nothing proves an order.
+    """
+    (_, groups_a), (_, groups_b) = a, b
+    optim_a, optim_b = _optim_of(a), _optim_of(b)
+    types = optim_a.key_type, optim_b.key_type
+    ids, names = (a, b) if types[0] == "id" else (b, a)
+    positions = _model_order(ids[0]) or _model_order(names[0])
+    listed = listed_order([list(map(str, each)) for each in names[1]], _positions_by_name(positions))
+    by_groups = _pair_keys(groups_a, groups_b)
+    mismatch = _find_mismatch(optim_a, optim_b, by_groups)
+    matches: list[Match] = []
+    if mismatch is None and listed is not None and listed.own:
+        matches = [Match(by_groups, notes=(_note("the order of the param groups", types),))]
+
+    def in_model_order(groups: _Groups) -> list[list[ParamKey]]:
+        return [sorted(keys, key=lambda key: positions.get(key, 0)) for keys in groups]
+
+    by_model = _pair_keys(in_model_order(groups_a), in_model_order(groups_b))
+    if positions and _find_mismatch(optim_a, optim_b, by_model) is None:
+        if types[0] == "id":
+            positions = {key: key for keys in groups_a for key in keys if isinstance(key, int)}
+        matches.append(Match(by_model, positions, (_note("the order of the model's parameters", types),)))
+    if matches:
+        return min(matches, key=partial(_count_stateless, optim_a, optim_b))
+    if listed is None and (by_shapes := _pair_by_shapes(a, b)) is not None:
+        return Match(by_shapes, _places(by_shapes), (_note("the shapes of their states", types),))
+    if mismatch is None:
+        raise _unproved(a[0], b[0], names[0])
+    raise _unmatched(a[0], b[0], mismatch)
+
+
+def _pair_by_shapes(a: _Side, b: _Side) -> dict[ParamKey, ParamKey] | None:
+    """A's key for each of B's, where the shapes of the states of each group allow no other; else None."""
+    shown_a, shown_b = ShownShapes(_optim_of(a)), ShownShapes(_optim_of(b))
+    pairs: dict[ParamKey, ParamKey] = {}
+    for group_a, group_b in zip(a[1], b[1], strict=True):
+        shapes_a, shapes_b = [shown_a.of(key) for key in group_a], [shown_b.of(key) for key in group_b]
+
+        def fits(
+            of_b: int, of_a: int, shapes_a: list[StateShapes] = shapes_a, shapes_b: list[StateShapes] = shapes_b
+        ) -> bool:
+            return shapes_b[of_b] == shapes_a[of_a]
+
+        answer = in_any_order(len(group_b), len(group_a), fits)
+        if answer is None:
+            return None
+        pairs.update(zip(group_b, (group_a[index] for index in answer), strict=True))
+    return pairs
+
+
+def _unmatched(a: Checkpoint, b: Checkpoint, problem: str) -> NeedsInformationError:
+    types = [each.optim.key_type if each.optim is not None else None for each in (a, b)]
+    return NeedsInformationError(
         f"the optimizers of {a.source} and {b.source} have different keys ({types[0]} and {types[1]}), "
         f"and cannot be matched: {problem}",
         why="ids count in the order of the param groups, so they match names only if both list the same parameters in "
         "the same order",
         next_step=_next_step(a, b, types[0]),
     )
+
+
+def _unproved(a: Checkpoint, b: Checkpoint, names: Checkpoint) -> NeedsInformationError:
+    """The error for names that are listed in an order which proves nothing, and which shapes do not tell apart."""
+    models = f", or compare the models alone: {flags.only('model')}" if a.model is not None is not b.model else ""
+    return NeedsInformationError(
+        f"the optimizers of {a.source} and {b.source} have different keys, and nothing says which id is which name",
+        why=f"the groups of {names.source} list names that were sorted, or flat parameter by flat parameter, and ids "
+        "count in the order of the job's optimizer",
+        next_step=f"add {flags.parameters('FILE')} (the names in the order in which the job gives them to its "
+        f"optimizer, one per line), {flags.units('FILE')}, or {flags.reference('PATH')} of a torch or DCP checkpoint "
+        f"of this model{models}",
+    )
+
+
+def _optim_of(side: _Side) -> Optimizer:
+    optim = side[0].optim
+    if optim is None:
+        raise ValueError(f"{side[0].source} has no optimizer")
+    return optim
+
+
+def _places(pairs: Mapping[ParamKey, ParamKey]) -> dict[ParamKey, int]:
+    """A place for each of A's keys: lists that have the same keys in another order do not differ."""
+    return {key: place for place, key in enumerate(pairs.values())}
 
 
 def _lists_in_order(checkpoint: Checkpoint) -> bool:
@@ -124,12 +193,9 @@ def _match_order(
     )
 
 
-_Groups: TypeAlias = Sequence[Sequence[ParamKey]]
-
-
-def _match_ids(a: tuple[Checkpoint, _Groups], b: tuple[Checkpoint, _Groups]) -> Match:
+def _match_ids(a: _Side, b: _Side) -> Match:
     """Match ids of one kind by number; those that count over the model with those of ``torch.optim`` by their names, or
-    by place if nothing names them. Each side is a checkpoint and what its groups list.
+    by shapes, or by place, if nothing names them.
     """
     counted = [_over_model(*side) for side in (a, b)]
     groups_a, groups_b = a[1], b[1]
@@ -139,12 +205,18 @@ def _match_ids(a: tuple[Checkpoint, _Groups], b: tuple[Checkpoint, _Groups]) -> 
     if names[0] is not None and names[1] is not None and set(names[0]) == set(names[1]):
         pairs = {names[1][name]: key for name, key in names[0].items()}
         by_name = "optimizer keys matched by name: only one side counts all parameters of the model"
-        positions = {key: place for place, key in enumerate(pairs.values())}
-        return Match(pairs, positions, (by_name,))
+        return Match(pairs, _places(pairs), (by_name,))
     if groups_a == groups_b or list(map(len, groups_a)) != list(map(len, groups_b)):
         return Match()
+    by_shapes = _pair_by_shapes(a, b)
+    if by_shapes is not None:
+        shapes = (
+            "optimizer keys matched by the shapes of their states: only one side counts all parameters of the model"
+        )
+        return Match(by_shapes, _places(by_shapes), (shapes,))
     note = (
-        "optimizer keys matched by their places in the param groups: only one side counts all parameters of the model"
+        "optimizer keys matched by their places in the param groups: only one side counts all parameters of the model. "
+        f"If the job lists them in another order, add {flags.parameters('FILE')} with the names in that order"
     )
     return Match(_pair_keys(groups_a, groups_b), notes=(note,))
 
@@ -189,12 +261,12 @@ def _match_places(a: Checkpoint, b: Checkpoint) -> Match | None:
         return None
     keys = dict(zip(ids.optim.grouped_keys(), named.optim.grouped_keys(), strict=True))
     pairs = keys if ids is b else {name: number for number, name in keys.items()}
-    positions = {key: place for place, key in enumerate(pairs.values())}
-    return Match(pairs, positions, ("optimizer keys matched by the places of ids in the model",))
+    doubts = [note.message for note in named.notes[len(ids.notes) :] if note.kind == "unproved-order"]
+    return Match(pairs, _places(pairs), ("optimizer keys matched by the places of ids in the model", *doubts))
 
 
-def _note(order: str, types: tuple[str | None, str | None]) -> str:
-    return f"optimizer keys matched by the order of {order}: {types[1]}s of B to {types[0]}s of A"
+def _note(how: str, types: tuple[str | None, str | None]) -> str:
+    return f"optimizer keys matched by {how}: {types[1]}s of B to {types[0]}s of A"
 
 
 def _pair_keys(

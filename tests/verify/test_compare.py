@@ -216,7 +216,7 @@ def model_of(ids: Checkpoint, names: str) -> ModelState:
 
 def test_a_model_in_an_order_that_no_module_has_says_nothing_of_ids(tmp_path: Path) -> None:
     """As a script wrote it: the optimizer's own list counts."""
-    order = ["l.a.w", "l.b.w", "m.w"]
+    order = ["l.b.w", "l.a.w", "m.w"]
     ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]], rows=2)
     names = optimizer(tmp_path / "names", list(order), [list(order)], rows=2)
     listed = [*order[::2], order[1]]  # of l, of m, and of l again
@@ -262,7 +262,7 @@ def test_ids_are_matched_in_the_order_in_which_both_sides_have_states_of_the_sam
 
 @pytest.mark.parametrize(
     ("groups", "why"),
-    [([["a", "c"], ["b"]], "shapes"), ([["a"], ["b", "c"]], "2+1 and 1+2"), ([["a", "b", "c"]], "2+1 and 3")],
+    [([["c", "b"], ["a"]], "shapes"), ([["a"], ["b", "c"]], "2+1 and 1+2"), ([["a", "b", "c"]], "2+1 and 3")],
 )
 def test_an_order_that_does_not_fit_is_refused_never_guessed(
     tmp_path: Path, groups: list[list[int | str]], why: str
@@ -276,6 +276,39 @@ def test_an_order_that_does_not_fit_is_refused_never_guessed(
         difference(ids, right)
     assert why in raised.value.what
     assert raised.value.next_step is not None
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["equal shapes", "own shapes"])
+def test_a_list_that_is_sorted_by_name_is_no_order_of_ids(alike: bool, tmp_path: Path) -> None:
+    """As ``convert`` has it: shapes decide, or the order is asked for, and given."""
+    rows = 3 if alike else 0
+    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1], [2]], rows=rows)
+    names = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a"], ["b"]], rows=rows)
+    assert names.optim is not None
+    names.optim = with_setting(names.optim, 0, params=["a", "c"])
+    for pair in ((ids, names), (names, ids)):
+        if alike:
+            with pytest.raises(NeedsInformationError, match="which id is which name") as asked:
+                difference(*pair)
+            assert "--parameters" in str(asked.value.next_step)
+        else:
+            found = difference(*pair)
+            assert found.same, changed(found)
+            assert "by the shapes of their states" in found.notes[0]
+
+
+def test_a_sorted_list_is_read_in_the_order_of_the_model_beside_it(tmp_path: Path) -> None:
+    """``FSDP.rekey_optim_state_dict`` sorts: only the model of the names says how ids count."""
+    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]], rows=2)
+    names = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a", "b"]], rows=2)
+    names.model = model_of(ids, "cab")
+    assert names.optim is not None
+    names.optim = with_setting(names.optim, 0, params=["a", "b", "c"])
+    ids = only_section(ids, Section.OPTIM)
+    for pair in ((ids, names), (names, ids)):
+        entries = [entry for entry in difference(*pair).entries if entry.section is Section.OPTIM]
+        assert len(entries) > 6
+        assert {entry.sigil for entry in entries} == {"="}
 
 
 def test_without_groups_ids_and_names_cannot_be_matched(tmp_path: Path) -> None:
