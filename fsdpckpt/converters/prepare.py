@@ -99,8 +99,6 @@ def _what_can_be_read(source: str, error: SourceError, sources: Sources) -> str 
     incomplete = describe_incomplete(source, error, sources)
     if incomplete is None:
         return None
-    if isinstance(error, SourceCorruptError) and not incomplete.damaged:
-        return None  # files contradict each other: none of them is known to be right
     for section in incomplete.readable:
         return f"take the {_WORDS[section]} alone, which is complete: add {flags.only(section)}"
     return None

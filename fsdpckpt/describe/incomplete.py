@@ -92,8 +92,13 @@ def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> 
     for row in grid.rows:
         if row.pattern.count("*") == 1:  # else a rank has several, and their number is not known
             missing |= {row.pattern.replace("*", str(rank)) for rank in row.ranks(FileState.MISSING)}
-    found = {section: _readable(source, section, sources) for section in _SECTIONS}
-    readable = {section: checkpoint for section, checkpoint in found.items() if checkpoint is not None}
+    readable: dict[Section, Checkpoint] = {}
+    # Files that contradict each other, and of which none is damaged by itself: none of them is known to be right.
+    if damaged or not isinstance(error, SourceCorruptError):
+        for section in _SECTIONS:
+            checkpoint = _readable(source, section, sources)
+            if checkpoint is not None:
+                readable[section] = checkpoint
     if not readable and not missing and not any(row.ranks(FileState.DAMAGED) for row in grid.rows):
         return None
     return Incomplete(source, error, grid, tuple(sorted(missing)), tuple(sorted(damaged)), readable)
