@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 import fsdpckpt
 
 PACKAGE = Path(fsdpckpt.__file__).parent
@@ -79,3 +81,41 @@ def test_the_package_verify_is_the_function_too_whichever_is_imported_first() ->
     same = "; import inspect; assert inspect.signature(before) == inspect.signature(after) and callable(after)"
     for code in (first, second):
         subprocess.run([sys.executable, "-c", code + same], check=True, timeout=60)
+
+
+_STARTS = """
+import runpy, sys
+sys.argv = ["fsdpckpt", *sys.argv[1:]]
+try:
+    runpy.run_module("fsdpckpt", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+found = [name for name in sys.modules if name.startswith("fsdpckpt.")]
+print(*found, *{"torch", "email", "html.entities", "pydantic", "importlib.metadata"} & sys.modules.keys())
+"""
+
+
+def _imported(*arguments: str | Path) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", _STARTS, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+_WRITERS = {f"fsdpckpt.writers.{name}" for name in ("dcp", "safetensors", "torch_ranks", "universal")}
+_WRITERS.add("fsdpckpt.flat.flatten")
+_NEEDED_BY_FEW = {
+    "email", "html.entities", "importlib.metadata", "pydantic", "torch",
+    "fsdpckpt.converters.output.streamed", "fsdpckpt.converters.output.upload", "fsdpckpt.flat.unflatten",
+    "fsdpckpt.flat.units.source", "fsdpckpt.readers.deepspeed.read", "fsdpckpt.readers.nanotron.read",
+}  # fmt: skip
+
+
+def test_a_conversion_imports_the_reader_and_the_writer_that_it_needs_and_no_other(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "a.pt")
+    for source, target, *options, writer in (
+        ("a.pt", "dcp", "--to", "sharded", "--world-size", "2", "dcp"),
+        ("dcp", "a.safetensors", "--to", "full", "safetensors"),
+    ):
+        imported = _imported("convert", tmp_path / source, tmp_path / target, *options, "--quiet")
+        assert imported & _WRITERS == {f"fsdpckpt.writers.{writer}"}
+        assert not imported & _NEEDED_BY_FEW

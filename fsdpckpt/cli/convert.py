@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -153,6 +152,8 @@ def _suggest_torchrun(error: SourceIncompleteError, source: str) -> None:
     """Say how to run this command if the missing files are on the disks of other nodes."""
     if os.path.isfile(source) or error.alternative is not None:  # of one rank: it is not known where the others are
         return
+    import socket
+
     command = ["torchrun", "--nnodes", "NODES", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"{socket.gethostname()}:{PORT}", "-m", "fsdpckpt", *sys.argv[1:]]
     why = "if other nodes have the missing files, run this on each of the NODES"

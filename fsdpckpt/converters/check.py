@@ -25,7 +25,6 @@ from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnwritableError
 from fsdpckpt.execute.checks import sum_of
 from fsdpckpt.flat.match import Mismatch, match
-from fsdpckpt.flat.unflatten import unflatten
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, NamedTensor, Section, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.files import Stored, pack_files, stored_by_number, unpack_files
@@ -349,6 +348,8 @@ def _by_name(written: Checkpoint, transformed: TransformedCheckpoint, path: str)
 
 def _unflatten(written: Checkpoint, units: Units, path: str) -> Checkpoint:
     """Flattened output as whole tensors by name, unflattened with the units it was written with."""
+    from fsdpckpt.flat.unflatten import unflatten
+
     matched = match(written, units)
     if isinstance(matched, Mismatch):
         raise InternalError(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.flat import flatten as torch_flat
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.sections import alone
@@ -17,18 +16,38 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, Form, SectionPath
 from fsdpckpt.readers.side_files import notes_on_copies
-from fsdpckpt.writers import DtypeRule, Writer, WriteSpec, dcp, safetensors, torch_full, torch_ranks, universal
+from fsdpckpt.writers import DtypeRule, Writer, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_rank
 
-WRITERS: Mapping[tuple[Container, Layout], Writer] = {
-    (Container.TORCH, Layout.FULL): torch_full.lay_out,
-    (Container.TORCH, Layout.SHARDED): torch_ranks.lay_out,
-    (Container.TORCH, Layout.FLATTENED): torch_flat.lay_out,
-    (Container.DCP, Layout.FULL): dcp.lay_out,
-    (Container.DCP, Layout.SHARDED): dcp.lay_out,
-    (Container.SAFETENSORS, Layout.FULL): safetensors.lay_out,
-}
-"""The writer of each container and layout that can be written."""
+
+def writer_of(container: Container, layout: Layout, *, by_parameter: bool = False) -> Writer:
+    """The writer of each container and layout that can be written. A conversion imports only that of its target.
+
+    ``by_parameter``: a file for each parameter and state, as DeepSpeed's universal checkpoints have them.
+    """
+    if by_parameter:
+        from fsdpckpt.writers import universal
+
+        return universal.lay_out
+    if container is Container.DCP:
+        from fsdpckpt.writers import dcp
+
+        return dcp.lay_out
+    if container is Container.SAFETENSORS:
+        from fsdpckpt.writers import safetensors
+
+        return safetensors.lay_out
+    if layout is Layout.FULL:
+        from fsdpckpt.writers import torch_full
+
+        return torch_full.lay_out
+    if layout is Layout.SHARDED:
+        from fsdpckpt.writers import torch_ranks
+
+        return torch_ranks.lay_out
+    from fsdpckpt.flat import flatten
+
+    return flatten.lay_out
 
 
 def dtype_rule(options: ConvertOptions) -> DtypeRule:
@@ -112,7 +131,7 @@ def _lay_out_document(
     options, plain = spec.options, spec.form is None
     container, layout = document.container, document.layout
     by_parameter = spec.form is not None and spec.form.by_parameter
-    writer = universal.lay_out if by_parameter else WRITERS[container, layout]
+    writer = writer_of(container, layout, by_parameter=by_parameter)
     return writer(
         document.checkpoint,
         WriteSpec(

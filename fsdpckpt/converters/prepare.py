@@ -28,9 +28,9 @@ from fsdpckpt.errors import (
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.from_options import units_request
+from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.flat.units.sections import labels_of, places_of
-from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
 from fsdpckpt.ir.files import require_stored

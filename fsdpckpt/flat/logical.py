@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceUnsupportedError
 from fsdpckpt.flat.unflatten import name_slices
+from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, of_same_section
 from fsdpckpt.flat.units.sections import labels_of, request_of_section
-from fsdpckpt.flat.units.source import is_flattened, source_units, units_like
+from fsdpckpt.flat.units.source import source_units, units_like
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Note, Problem, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.sections import alone, main_alone

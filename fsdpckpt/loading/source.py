@@ -21,8 +21,8 @@ from fsdpckpt.converters.transform import transform_to_load
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, StateDictMismatchError
 from fsdpckpt.execute.read_check import ReadCheck
 from fsdpckpt.flat.units.from_options import units_request
+from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import load_units
-from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.quantized import Blockwise

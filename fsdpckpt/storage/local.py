@@ -9,7 +9,6 @@ import contextlib
 import errno
 import mmap
 import os
-import secrets
 import shlex
 import stat as modes
 import threading
@@ -425,7 +424,7 @@ def replace_file(path: str, content: bytes) -> None:
     Raises OSError, and then leaves the earlier file.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    partial = os.path.join(folder, f".{name}-{secrets.token_hex(8)}.partial")
+    partial = os.path.join(folder, f".{name}-{os.urandom(8).hex()}.partial")
     try:
         with open(partial, "xb") as file:
             file.write(content)

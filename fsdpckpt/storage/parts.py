@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from html import escape, unescape
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
@@ -117,6 +116,8 @@ class GoogleUpload(PartsUpload):
         self._tags[number] = str(headers["ETag"])
 
     def complete(self) -> None:
+        from html import escape
+
         parts = "".join(
             f"<Part><PartNumber>{number + 1}</PartNumber><ETag>{escape(tag, quote=False)}</ETag></Part>"
             for number, tag in sorted(self._tags.items())
@@ -169,6 +170,8 @@ def _google(
 
 def _only(answer: bytes, name: str, url: str) -> str:
     """The content of the element ``name``. Raises TargetUnwritableError if there is none."""
+    from html import unescape
+
     found = re.search(rb"<%b>([^<]*)</%b>" % (name.encode(), name.encode()), answer)
     if found is None:
         raise TargetUnwritableError(

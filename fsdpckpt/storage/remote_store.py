@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from html import unescape
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -360,6 +359,8 @@ def _fetch_links(filesystem: Any, url: str) -> list[str]:
 
 def links_of(url: str, text: str) -> list[str]:
     """The links to the same server in the HTML page ``text`` at ``url``, as whole URLs, sorted."""
+    from html import unescape  # its table of entities takes time
+
     server = urlsplit(url).netloc
     links: set[str] = set()
     for part in text.split("<")[1:]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from importlib import metadata
 from itertools import product
 from math import prod
 from typing import TypeAlias
@@ -271,6 +270,8 @@ def target_version(given: str | None) -> tuple[TorchVersion, list[Note]]:
     """
     text, installed = given or "", True
     if given is None:
+        from importlib import metadata  # it imports the parser of e-mails
+
         try:
             text = metadata.version("torch")
         except metadata.PackageNotFoundError:

@@ -12,8 +12,8 @@ from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUns
 from fsdpckpt.flat.logical import logical
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units import Settings, build_units
+from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
-from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Note, Problem
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey

@@ -39,7 +39,6 @@ from fsdpckpt.converters.output.publisher import (
     Request,
     StagingNeededError,
 )
-from fsdpckpt.converters.output.rename import Rename
 from fsdpckpt.converters.output.resume import is_resumable, require_same_run
 from fsdpckpt.converters.output.sent_journal import SentJournal, SentObject, sent_objects
 from fsdpckpt.converters.output.spool import Spool
@@ -56,7 +55,7 @@ from fsdpckpt.ir.targets import Target
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage import UPLOADING, is_url
+from fsdpckpt.storage import UPLOADING
 from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
 from fsdpckpt.storage.local import replace_file, target_errors
 from fsdpckpt.storage.object_file import ObjectFile
@@ -70,10 +69,8 @@ PART = 5 << 20  # bytes: the smallest part that S3 takes
 _HIDDEN = ".{}.fsdpckpt-staging"  # the directory beside DST, in the store, where a DST of one object is checked
 
 
-def publisher_of(request: Request, *, staged: bool = False) -> Publisher:
-    """How the output of ``request`` is written and published. ``staged``: to a store, through a local disk."""
-    if not is_url(request.target):
-        return Rename(request)
+def publisher_for_store(request: Request, *, staged: bool = False) -> Publisher:
+    """``publisher_of`` for a target in a store."""
     if staged:
         return Spooled(request)
     group, streams = request.group, False

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Self, TypeVar, cast
@@ -33,7 +33,7 @@ from fsdpckpt.converters.output.overwrite import (
 from fsdpckpt.converters.output.places import node_label
 from fsdpckpt.converters.output.publisher import Holders, Request
 from fsdpckpt.converters.output.rename import Rename
-from fsdpckpt.converters.output.resume import is_resumable, other_upload, staged_leftover
+from fsdpckpt.converters.output.resume import other_upload, staged_leftover
 from fsdpckpt.converters.output.spool import Spool, is_sent
 from fsdpckpt.converters.report import PlannedFile, Report, replaced_files
 from fsdpckpt.converters.target.layout import check_flavor
@@ -44,7 +44,6 @@ from fsdpckpt.errors import (
     TargetExistsError,
     TargetUnwritableError,
     UsageError,
-    attach_leftover,
 )
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.output import target_differs
@@ -62,7 +61,6 @@ T = TypeVar("T")
 
 BLOCK = 4 << 20  # bytes compared at once
 CANCEL_SECONDS = 5.0  # to remove the parts of a cancelled upload
-_OTHER_DIRECTORY = f"add {flags.staging('DIR')}, a local directory that can be written to and has room for the output"
 
 
 class Spooled(Rename):
@@ -371,20 +369,8 @@ def _first_difference(url: str, path: str, advance: Callable[[int], None] = lamb
     return None
 
 
-def attach_leftovers(error: BaseException, target: str, options: ConvertOptions) -> None:
-    """Add to ``error`` what a failed run left for ``target``, as far as this process sees it."""
-    if isinstance(error, TargetUnwritableError) and is_url(target) and not is_url(error.file or target):
-        error.next_step, error.run_again = _OTHER_DIRECTORY, False
-    if is_resumable(error):
-        with suppress(OSError):  # it must not hide the error
-            leftover = _leftover(target, options)
-            if leftover is not None:
-                attach_leftover(error, leftover)
-
-
-def _leftover(target: str, options: ConvertOptions) -> Leftover | None:
-    if not is_url(target):
-        return staged_leftover(target, options)
+def spooled_leftover(target: str, options: ConvertOptions) -> Leftover | None:
+    """What a failed run left for ``target``, a URL."""
     spool = Spool.of(target.rstrip("/"), options.staging)
     if spool.journals():
         return Leftover(f"{spool.root} lists what was sent", "uploads what is missing")

@@ -12,9 +12,9 @@ from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.flat.units.sections import places_of, request_of_section
-from fsdpckpt.flat.units.source import is_flattened
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.names import clean

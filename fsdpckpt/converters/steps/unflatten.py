@@ -8,9 +8,8 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.target.layout import refuse_flat_options
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError
-from fsdpckpt.flat.unflatten import name_slices
+from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import ResolvedUnits
-from fsdpckpt.flat.units.source import is_flattened, source_units
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 
@@ -25,6 +24,8 @@ def unflatten(draft: Draft, decision: Decision) -> Draft:
     refuse_flat_options(decision.options, draft.checkpoint, has_flat=to_flattened or flattened)
     if not flattened:
         return replace(draft, id_units=draft.knowledge.units)
+    from fsdpckpt.flat.unflatten import name_slices  # what finds and proves units is imported where there are slices
+
     units = _source_units(draft, target_flattened=to_flattened)
     named = name_slices(draft.checkpoint, units, draft.sources)
     if units.order_known:
@@ -36,6 +37,8 @@ def _source_units(draft: Draft, *, target_flattened: bool) -> ResolvedUnits:
     """The units of the source, proved by all of its sections; by the selected one alone if another one contradicts
     or leaves them open: a section never needs another to be understood.
     """
+    from fsdpckpt.flat.units.source import source_units
+
     all_sections, selected = draft.opened, draft.checkpoint
     witnesses = [all_sections]
     if _sections_of(selected) != _sections_of(all_sections):

@@ -9,11 +9,9 @@ from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import UsageError, to_copy
-from fsdpckpt.flat.flatten.states import require_equal_states
 from fsdpckpt.flat.units import any_module
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest
-from fsdpckpt.flat.units.target import target_units
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DTYPES
@@ -43,6 +41,8 @@ def wrap(draft: Draft, decision: Decision) -> Draft:
         return draft
     if checkpoint.units is not None:
         checkpoint = replace(checkpoint, units=changes.applied_to(checkpoint.units))
+    from fsdpckpt.flat.units.target import target_units  # for a flattened target only, as what writes it
+
     target = target_units(
         checkpoint,
         _request(draft, changes),
@@ -110,6 +110,8 @@ def require_whole_units(draft: Draft, decision: Decision) -> Draft:
     asked, units = decision.options.key_type, draft.units
     if units is None or units.use_orig_params:
         return replace(draft, key_type=asked or draft.source_keys or "id")
+    from fsdpckpt.flat.flatten.states import require_equal_states
+
     require_complete(draft.checkpoint, units)
     require_equal_states(draft.checkpoint, units, draft.sources)
     if asked == "name":

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from typing import Any, NoReturn, TypeAlias
 
 from fsdpckpt import flags
@@ -163,6 +162,8 @@ def require_classes(base: BaseModel, classes: Sequence[str]) -> None:
 @cache
 def known_architectures() -> Mapping[str, Sequence[Architecture]]:
     """The architectures of ``architectures.json`` by name, the newest first: most have one for all versions."""
+    from importlib import resources
+
     text = resources.files("fsdpckpt.flat.units").joinpath("architectures.json").read_text(encoding="utf-8")
     document = json.loads(text)
     found: dict[str, list[Architecture]] = {}

@@ -10,11 +10,12 @@ from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUns
 from fsdpckpt.flags import Flag
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import UnitPrefixes, parameter_order, prefixes_of
-from fsdpckpt.flat.slices import describe_lengths, is_sliced
+from fsdpckpt.flat.slices import describe_lengths
 from fsdpckpt.flat.units.architectures import BaseModel, units_command
 from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
+from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,
     UnitsRequest,
@@ -29,7 +30,7 @@ from fsdpckpt.flat.units.target_names import separate_buffers
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.sections import main_alone
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.detect import open_checkpoint
@@ -38,42 +39,6 @@ from fsdpckpt.text import plural
 from fsdpckpt.transform.listings import model_names, optimizer_names, unwrapped_names
 
 _SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
-
-
-def is_flattened(checkpoint: Checkpoint, sources: Sources, request: UnitsRequest | None = None) -> bool:
-    """Whether the sections of ``checkpoint`` hold slices of flat parameters."""
-    if checkpoint.model is not None and any(is_flat_key(key) for key in checkpoint.model.params):
-        return True
-    optim = checkpoint.optim
-    if optim is None:
-        return False
-    leaves = [leaf for states in optim.state.values() for leaf in states.values() if isinstance(leaf, Tensor)]
-    if any(isinstance(leaf.cut, Slices) for leaf in leaves):
-        return True
-    return optim.key_type == "id" and _is_sliced_by_units(checkpoint, leaves, sources, request)
-
-
-def _is_sliced_by_units(
-    checkpoint: Checkpoint, leaves: Sequence[Tensor], sources: Sources, request: UnitsRequest | None
-) -> bool:
-    """Whether an optimizer holds slices although nothing in it shows that: it is one rank's, or has no states.
-
-    The units beside it, or those given, decide.
-    """
-    units = checkpoint.units
-    if units is None and request is not None and request.file is not None:
-        units = load_units(request.file, sources, request.sections)
-    if units is not None and not units.flat:
-        return checkpoint.layout is Layout.FLATTENED
-    if units is not None:
-        if checkpoint.layout is Layout.FLATTENED:
-            return True
-        return is_sliced(checkpoint, units) and isinstance(match(checkpoint, units), FlatMatch)
-    if request is None or not request.globs or checkpoint.world_size > 1:
-        return False
-    model = checkpoint.model.params.values() if checkpoint.model is not None else ()
-    vectors = bool(model) and all(leaf.ndim == 1 for leaf in model if isinstance(leaf, Tensor))
-    return {leaf.ndim for leaf in leaves if leaf.ndim} == {1} and not vectors
 
 
 def source_units(

@@ -25,6 +25,7 @@ from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes
 from fsdpckpt.readers.model_shards import ModelShard, Piece
+from fsdpckpt.readers.nanotron.files import ModelRank, StateFile, WeightFile
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, PartContents, build_tensors
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -37,34 +38,6 @@ _WRAPPER = "module."  # of DistributedDataParallel
 _MAX_SLICES = 4096  # of one file: fused weights have three
 _MAX_NAMES = 4
 _MIXED = "the file was damaged or edited, or files of two saves are mixed"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRank:
-    """A rank of the model: its pipeline stage, its tensor-parallel rank, and that of its experts, None for all."""
-
-    pp: int
-    tp: int
-    exp: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """``place``: None for a weight that is whole."""
-
-    name: str
-    path: str
-    place: ModelRank | None
-
-
-@dataclass(frozen=True, slots=True)
-class StateFile:
-    """``dp``: the data-parallel rank under ZeRO, else None."""
-
-    path: str
-    place: ModelRank
-    dp: int | None
-    dp_size: int
 
 
 _NUMBER = ModelShard.of_whole(())  # a step, which every rank has whole

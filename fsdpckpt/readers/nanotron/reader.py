@@ -15,7 +15,7 @@ from math import prod
 
 from fsdpckpt.errors import SourceIncompleteError, damaged
 from fsdpckpt.ir import Section
-from fsdpckpt.readers.nanotron.read import ModelRank, StateFile, WeightFile, read_nanotron
+from fsdpckpt.readers.nanotron.files import ModelRank, StateFile, WeightFile
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -62,6 +62,8 @@ class NanotronReader:
 def _read(
     directory: str, weights: list[WeightFile], states: list[StateFile], metadata: Entry, table: FileTable, s: Sources
 ) -> PartContents:
+    from fsdpckpt.readers.nanotron.read import read_nanotron
+
     return read_nanotron(directory, weights, states, metadata, table, s)
 
 
