@@ -29,6 +29,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar
 
 from fsdpckpt import flags
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.flags import Flag, Message, Wording, in_python
 
 NEW_LINE = "\n  "  # before a command to copy
@@ -37,6 +38,7 @@ EMPTY = "most likely a shell variable without a value"
 COPY_AGAIN = "copy or save the checkpoint again"
 _OTHER_TARGET = "give another DST"
 _MOST_IN_REPR = 3  # of an error's findings
+_PATHS = frozenset({"file", "files"})  # to find files by; shown without passwords as everything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,11 @@ class FsdpckptError(Exception):
     leftover: Leftover | None = None
 
     def __post_init__(self) -> None:
-        super().__init__(self.what)
+        super().__init__(self.what)  # a Message already: what a traceback shows has no passwords
         self.files = tuple(self.files)
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, _with_messages(value))
+        super().__setattr__(name, value if name in _PATHS else _with_messages(value))
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -157,7 +159,7 @@ class FsdpckptError(Exception):
             "details": list(self.findings),
             "why": self.why,
             "next_step": (self.next_steps or self.usual_next_step).replace(NEW_LINE, " ").strip(),
-            "file": self.file,
+            "file": None if self.file is None else without_credentials(self.file),
             "key": self.key,
             "rank": self.rank,
             "expected": self.expected,
@@ -180,7 +182,7 @@ class FsdpckptError(Exception):
     def __repr__(self) -> str:
         """The class, ``what``, and the fields that say what it is about: ``str`` has the whole error."""
         about = {name: getattr(self, name) for name in ("file", "key", "rank", "expected", "found")}
-        known = [f"{name}={value!r}" for name, value in about.items() if value is not None]
+        known = [f"{name}={without_credentials(repr(value))}" for name, value in about.items() if value is not None]
         if self.details:
             known.append(f"details={self.shown_findings(_MOST_IN_REPR)!r}")
         return f"{type(self).__name__}({', '.join([repr(str(self.what)), *known])})"

@@ -16,6 +16,8 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from fsdpckpt.credentials import without_credentials
+
 _LOT = os.urandom(8).hex()
 _BEGIN, _BETWEEN, _END = (f"{mark}{_LOT}" for mark in "\ufdd0\ufdd1\ufdd2")
 _INSIDE = f"((?:(?!{_BEGIN}).)*?)"
@@ -104,7 +106,9 @@ def _literal(value: object) -> str:
 
 
 class Message(str):
-    """Text as the command line shows it. ``parts``: the same with its options as values, which an f-string keeps."""
+    """Text as the command line shows it, without passwords and tokens. ``parts``: the same with its options as values,
+    which an f-string keeps.
+    """
 
     parts: tuple[str | Wording, ...]
 
@@ -115,7 +119,7 @@ class Message(str):
     @classmethod
     def of_parts(cls, parts: Iterable[str | Wording]) -> Message:
         """The message of these ``parts``."""
-        parts = tuple(parts)
+        parts = tuple(map(_shown, parts))
         message = super().__new__(cls, "".join(map(str, parts)))
         message.parts = parts
         return message
@@ -135,8 +139,10 @@ class Message(str):
 
 
 def on_command_line(text: str) -> str:
-    """``text`` as the command line shows it: quick for one without an option, such as most cells of a table."""
-    return str(Message(text)) if _BEGIN in text else str(text)
+    """``text`` as the command line shows it, without passwords and tokens: quick for one without an option, such as
+    most cells of a table.
+    """
+    return str(Message(text)) if _BEGIN in text else without_credentials(str(text))
 
 
 def from_json(document: object) -> object:
@@ -147,6 +153,13 @@ def from_json(document: object) -> object:
 
 
 _PARTS = "parts"
+
+
+def _shown(part: str | Wording) -> str | Wording:
+    if isinstance(part, str):
+        return without_credentials(part)
+    shown = Wording(without_credentials(part.command_line), without_credentials(part.python))
+    return part if shown == part else shown
 
 
 def _parts(text: str) -> Iterator[str | Wording]:

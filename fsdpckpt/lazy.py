@@ -13,6 +13,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 from fsdpckpt import flags
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, require_torch
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.buffers import undecided_copies
@@ -285,7 +286,8 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         """Raises KeyError with the nearest keys."""
         named = self._tensors.get(key)
         if named is None:
-            raise KeyError(f"{self.checkpoint.source} has no tensor {truncate(key)}{_nearest(key, self._tensors)}")
+            source = without_credentials(self.checkpoint.source)
+            raise KeyError(f"{source} has no tensor {truncate(key)}{_nearest(key, self._tensors)}")
         return LazyTensor(named, self.checkpoint, self._check)
 
     @overload
@@ -323,7 +325,7 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
     def _heading(self) -> str:
         size = size_text(sum(named.tensor.nbytes for named in self._tensors.values()))
         form = f"{self.checkpoint.layout}, {self.checkpoint.container}"
-        return f"{self.checkpoint.source}: {form}, {plural(len(self), 'tensor')}, {size}"
+        return f"{without_credentials(self.checkpoint.source)}: {form}, {plural(len(self), 'tensor')}, {size}"
 
     def section(self, name: str) -> LazyCheckpoint:
         """Only ``"model"``, ``"optim"``, ``"extra"``, or one of several: ``"model:critic"``."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
+from fsdpckpt.credentials import without_credentials
+
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -161,7 +163,9 @@ def truncate(value: object) -> str:
 def _scalar(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return "a huge number"
-    return repr(value[:_MAX_LENGTH]) if isinstance(value, (str, bytes, bytearray)) else repr(value)
+    if isinstance(value, str):
+        return repr(without_credentials(value)[:_MAX_LENGTH])  # in this order: half of a password is one
+    return repr(value[:_MAX_LENGTH]) if isinstance(value, (bytes, bytearray)) else repr(value)
 
 
 def _cut(text: str) -> str:

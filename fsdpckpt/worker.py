@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fsdpckpt import flags
 from fsdpckpt.converters import Report
 from fsdpckpt.converters.target.layout import refuse_unknown_suffix
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.errors import FsdpckptError, InterruptedRunError, UsageError, WorkerError, require_torch
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.options.declare import Scope, refuse_unused
@@ -113,7 +114,7 @@ def _report_to_torchrun(error: Exception) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    what = error.what if isinstance(error, FsdpckptError) else f"{type(error).__name__}: {error}"
+    what = error.what if isinstance(error, FsdpckptError) else without_credentials(f"{type(error).__name__}: {error}")
     extra = {"py_callstack": what, "timestamp": str(int(time.time()))}  # the former is what is shown
     with suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": what, "extraInfo": extra}}, file)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.errors import (
     FsdpckptError,
     InternalError,
@@ -206,11 +207,10 @@ def error_text(error: FsdpckptError) -> str:
     lines.extend(error.expectation)
     shown = "\n".join((error.what, *error.findings))
     for label, value in (("file", error.file), ("key", error.key), ("rank", error.rank)):
-        shown_already = _mentions(shown, str(value)) or (
-            label == "file" and str(value).rpartition("/")[2] in error.findings
-        )
+        text = without_credentials(str(value))
+        shown_already = _mentions(shown, text) or (label == "file" and text.rpartition("/")[2] in error.findings)
         if value is not None and not shown_already:  # once is enough
-            lines.append(f"  {label}: {value}")
+            lines.append(f"  {label}: {text}")
     shown_findings = error.shown_findings(MAX_DETAILS)
     lines.extend("  - " + finding.replace("\n", "\\n") for finding in shown_findings)
     if len(error.findings) > MAX_DETAILS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.cli.folded_stats import joined_stats
 from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
+from fsdpckpt.credentials import shown_name
 from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.files import Stored
@@ -201,7 +202,7 @@ def _chunk_rows(description: Description, rows: Sequence[ListedKey]) -> Iterator
 
 def _relative_to_source(path: str, source: str) -> str:
     """The path of a file relative to the source, which the summary names already."""
-    return path.removeprefix(source + "/") if path != source else path.rpartition("/")[2]
+    return path.removeprefix(source + "/") if path != source else shown_name(path)
 
 
 def folded_rows(description: Description) -> list[ListedKey]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.account import Fate
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
@@ -100,7 +101,7 @@ class Report:
         ranks = f", {plural(self.world_size, 'rank')}" if self.world_size is not None else ""
         size = f"{size_text(self.bytes_written)} in {plural(len(self.files), 'file')}"
         return (
-            f"<{self.target}: {self.layout}, {self.container} ({self.flavor}){ranks}; "
+            f"<{without_credentials(self.target)}: {self.layout}, {self.container} ({self.flavor}){ranks}; "
             f"{plural(self.tensors, 'tensor')}, {size}; {done}; {plural(len(self.notes), 'note')}>"
         )
 
@@ -135,9 +136,10 @@ class Report:
     def to_json(self) -> dict[str, object]:
         """The report as JSON types; keys are the field names, plus ``disk_needed``, ``disk_suffices``, ``warnings``."""
         document: dict[str, Any] = asdict(self)
+        shown = {name: without_credentials(document[name]) for name in ("source", "target", "loads")}
         for note in document["notes"]:
             del note["for_verify"]  # no fact about the conversion
-        return document | {name: getattr(self, name) for name in _DERIVED}
+        return document | shown | {name: getattr(self, name) for name in _DERIVED}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Report:
@@ -181,10 +183,10 @@ def encode_manifest(
     notes = [*checkpoint.notes, *target.notes]
     uploaded = spec.container is Container.SAFETENSORS  # people publish such a directory
 
-    own_paths = [_without_credentials(path) for path in (checkpoint.source, checkpoint.origin.directory) if path]
+    own_paths = [without_credentials(path) for path in (checkpoint.source, checkpoint.origin.directory) if path]
 
     def without_paths(text: str) -> str:
-        text = _without_credentials(text)
+        text = without_credentials(text)
         return _without_directories(text, own_paths) if uploaded else text
 
     document = {
@@ -258,18 +260,8 @@ def _without_directories(text: str, paths: Sequence[str]) -> str:
     ``paths``: those of the source, which may contain spaces.
     """
     for path in sorted(paths, key=len, reverse=True):
-        text = text.replace(path, posixpath.basename(path.rstrip("/")) or ".")
+        text = text.replace(path, posixpath.basename(path.partition("?")[0].rstrip("/")) or ".")
     return _DIRECTORIES.sub("", text)
-
-
-# What a web server knows a user by stands before the host, or in the query, as in a URL that was signed.
-_USER = re.compile(r"(https?://)[^\s/@]+@", re.IGNORECASE)
-_QUERY = re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*[^\s'\",;:.)]", re.IGNORECASE)
-
-
-def _without_credentials(text: str) -> str:
-    """``text`` with the URLs in it as anyone may see them."""
-    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
 def put_manifest(staging: Staging, data: bytes) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fsdpckpt import flags
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.globs import matches_any
 from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Note, Section
@@ -60,9 +61,9 @@ class Description:
 
     def __repr__(self) -> str:
         """One line: the positions of all chunks would fill the screen."""
-        checkpoint = self.checkpoint
+        checkpoint, source = self.checkpoint, without_credentials(self.checkpoint.source)
         return (
-            f"<{checkpoint.source}: {checkpoint.layout}, {checkpoint.container}, world size {checkpoint.world_size}, "
+            f"<{source}: {checkpoint.layout}, {checkpoint.container}, world size {checkpoint.world_size}, "
             f"{plural(len(self.tensors), 'tensor')}, {plural(len(checkpoint.problems), 'problem')}>"
         )
 
@@ -97,7 +98,7 @@ class Description:
         checkpoint = self.checkpoint
         optim, account = checkpoint.optim, checkpoint.ledger.account
         return {
-            "source": checkpoint.source,
+            "source": without_credentials(checkpoint.source),
             "layout": str(checkpoint.layout),
             "container": str(checkpoint.container),
             "flavor": checkpoint.flavor,
@@ -111,7 +112,9 @@ class Description:
             "problems": [json_value(problem.to_json()) for problem in checkpoint.problems],
             "notes": [_note_json(note) for note in checkpoint.notes],
             "evidence": list(map(str, checkpoint.evidence)),
-            "files": [{"path": file.path, "nbytes": file.nbytes} for file in stored_files(checkpoint)],
+            "files": [
+                {"path": without_credentials(file.path), "nbytes": file.nbytes} for file in stored_files(checkpoint)
+            ],
             "account": {
                 "files": [{"path": file.path, "fate": str(file.fate), "detail": file.detail} for file in account.files],
                 "entries": [
@@ -203,7 +206,7 @@ def _rows_with_chunks(description: Description) -> Iterator[JsonText]:
 def _chunk_texts(description: Description) -> Iterator[str]:
     """The chunks of each tensor as one JSON text: an object for each of millions of chunks takes longer."""
     paths = [
-        json.dumps(file.path, ensure_ascii=False) if isinstance(file, Stored) else "null"
+        json.dumps(without_credentials(file.path), ensure_ascii=False) if isinstance(file, Stored) else "null"
         for file in description.checkpoint.files
     ]
     box_texts: dict[tuple[Boxes, int], list[str]] = {}  # of tensors that are cut alike

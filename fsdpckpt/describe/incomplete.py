@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from fsdpckpt import flags
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.describe.describe import SectionSummary, describe
 from fsdpckpt.describe.rank_grid import FileGrid, FileState, rank_grid
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceError, SourceIncompleteError, to_copy
@@ -62,7 +63,7 @@ class Incomplete:
         return table(repr(self)[1:-1], ("file", "state"), rows, len(rows))
 
     def __repr__(self) -> str:
-        return f"<{self.source}: incomplete; {', '.join(self.readable) or 'nothing'} can be read>"
+        return f"<{without_credentials(self.source)}: incomplete; {', '.join(self.readable) or 'nothing'} can be read>"
 
 
 def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> Incomplete | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.describe.describe import stored_files
 from fsdpckpt.errors import FsdpckptError, SeveralCheckpointsError
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -61,7 +62,7 @@ class Run:
     proposed: str
 
     def __repr__(self) -> str:
-        return f"<{self.source}: {len(self.checkpoints)} checkpoints, newest {self.newest}>"
+        return f"<{without_credentials(self.source)}: {len(self.checkpoints)} checkpoints, newest {self.newest}>"
 
     def _repr_html_(self) -> str:
         """For notebooks: a table of the checkpoints."""
@@ -117,7 +118,8 @@ def _checkpoints_at(
         entry = sources.stat(path)
         if entry is not None and entry.directory and not sources.list_directory(path):
             return [RunCheckpoint(path, name, step_of(name), problems=(_EMPTY,))]
-        problem = error.what.removeprefix(f"{path}: ").removeprefix(f"{path} ")
+        shown = without_credentials(path)
+        problem = error.what.removeprefix(f"{shown}: ").removeprefix(f"{shown} ")
         findings = ", ".join(error.shown_findings(_MOST_FINDINGS))
         return [RunCheckpoint(path, name, step_of(name), problems=(": ".join(filter(None, (problem, findings))),))]
     return [_row(checkpoint, path, name)]

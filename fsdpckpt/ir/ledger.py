@@ -103,6 +103,9 @@ class Evidence:
     kind: EvidenceKind
     message: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", Message(self.message))
+
     def __str__(self) -> str:
         return self.message
 

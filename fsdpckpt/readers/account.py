@@ -6,10 +6,10 @@ table says which of the claimed ones were read.
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterable, Sequence
 
+from fsdpckpt.credentials import shown_name, without_credentials
 from fsdpckpt.ir.account import Account, AccountedEntry, AccountedFile, Fate, Rule
 from fsdpckpt.ir.checkpoint import Section, SourceFile
 from fsdpckpt.ir.files import paths_in
@@ -77,7 +77,7 @@ class AccountBook:
 
     def _enter(self, path: str, fate: Fate, detail: str) -> None:
         relative = relative_path(path, self._source) + ("/" if path.endswith("/") else "")
-        relative = relative if relative.strip("/") else posixpath.basename(path)  # the source itself
+        relative = relative if relative.strip("/") else shown_name(path)  # the source itself
         self._files[relative] = AccountedFile(relative, fate, str(detail))
 
 
@@ -100,7 +100,8 @@ def _sections_text(part: ReadPart) -> str:
 def _entries(part: ReadPart) -> list[AccountedEntry]:
     """Every key at the top of the part's state dict, with the sections that its content went to."""
     root = regroup(part.tree.root) if isinstance(part.tree.root, dict) else {}
-    return [AccountedEntry(part.label, str(key), _read_as(part, key)) for key in root]
+    label = without_credentials(part.label)
+    return [AccountedEntry(label, str(key), _read_as(part, key)) for key in root]
 
 
 def _read_as(part: ReadPart, key: Key) -> tuple[str, ...]:

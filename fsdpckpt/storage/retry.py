@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from fsdpckpt.credentials import shown_cause
 from fsdpckpt.errors import FsdpckptError, SourceError, SourceMissingError, TargetUnwritableError
 from fsdpckpt.process import pending_requests
 
@@ -108,7 +109,7 @@ def with_retries(request: Callable[[], T], *, url: str, action: str, make_error:
                 if not isinstance(error, kinds) and _status(error) is None:  # not an answer of a store
                     raise
                 if attempt == ATTEMPTS or is_final(error) or time.monotonic() - started > MAX_SECONDS:
-                    raise (make_error or _source_error)(error, url, action, attempt) from error
+                    raise (make_error or _source_error)(error, url, action, attempt) from shown_cause(error)
             pause = FIRST_PAUSE * 2 ** (attempt - 1)
             time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311  # not a secret
             attempt += 1

@@ -99,7 +99,7 @@ class Difference:
     def summary(self) -> str:
         a, b = self.sources
         same, differ, only_a, only_b = (count_text(self.count(sigil)) for sigil in ("=", "*", "-", "+"))
-        return f"{same} same, {differ} differ, {only_a} only in {a}, {only_b} only in {b}"
+        return Message(f"{same} same, {differ} differ, {only_a} only in {a}, {only_b} only in {b}")
 
     def __repr__(self) -> str:
         return f"<{self.summary}>"

@@ -81,8 +81,8 @@ class Verification:
         compared = (("checksum", self.records), ("replica", self.replicas))
         checked += [plural(count, word) for word, count in compared if count]
         if self.whole:
-            return f"{self.source} is whole: {', '.join(checked)}"
-        return f"{self.source}: {plural(len(self.problems), 'problem')} (checked {', '.join(checked)})"
+            return Message(f"{self.source} is whole: {', '.join(checked)}")
+        return Message(f"{self.source}: {plural(len(self.problems), 'problem')} (checked {', '.join(checked)})")
 
     def __repr__(self) -> str:
         return f"<{self.summary}>"

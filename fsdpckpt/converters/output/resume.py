@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any, cast
 
 from fsdpckpt import flags
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.converters.output.places import OutputPlaces
+from fsdpckpt.credentials import without_credentials
 from fsdpckpt.errors import (
     FsdpckptError,
     InterruptedRunError,
@@ -52,7 +53,9 @@ _LOOKUPS = 16  # requests at a time: a store answers in tens of milliseconds
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
     """What a later run must have in common with this one to resume it. ``sources``: see ``source_copies``."""
-    return RunIdentity(__version__, plan.digest(), output_options(options), sources, plan.bytes_written)
+    shown = [[replace(copy, path=without_credentials(copy.path)) for copy in copies] for copies in sources]
+    given = {name: without_credentials(text) for name, text in output_options(options).items()}
+    return RunIdentity(__version__, plan.digest(), given, shown, plan.bytes_written)
 
 
 def source_copies(

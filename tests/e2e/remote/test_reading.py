@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -289,12 +291,66 @@ def test_the_command_line_takes_urls(command: str, place: tuple[Proxy, str], run
 
 @pytest.mark.parametrize(
     ("options", "source"),
-    [({"to": "sharded"}, "{}/full.pt"), ({"container": "safetensors", "max_shard_size": 999999999}, "full.pt")],
+    [({"to": "sharded"}, "{}/full.pt?***"), ({"container": "safetensors", "max_shard_size": 999999999}, "full.pt")],
 )
 def test_credentials_in_a_url_are_not_written_into_the_target(
     options: dict[str, Any], source: str, web: Proxy, tmp_path: Path
 ) -> None:
-    url = f"{web.url.replace('://', '://someone:hidden@')}/full.pt?X-Signature=hidden&more=1"
+    url = f"{web.url.replace('://', '://someone:SeCrEt@')}/full.pt?X-Signature=SeCrEt&more=1"
     fsdpckpt.convert(url, tmp_path / "out", only="model", **options)
     text = (tmp_path / "out" / "fsdpckpt.json").read_text()
-    assert "hidden" not in text and json.loads(text)["source"] == source.format(web.url)
+    assert "SeCrEt" not in text and json.loads(text)["source"] == source.format(web.url.replace("://", "://***@"))
+
+
+def _with_secrets(url: str) -> str:
+    return f"{url.replace('://', '://someone:SeCrEt@')}?X-Amz-Signature=SeCrEt&more=1"
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_no_command_shows_the_credentials_of_a_url(
+    form: tuple[str, ...], debug: str, web: Proxy, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDPCKPT_DEBUG", debug)
+    url, missing = (_with_secrets(f"{web.url}/{name}") for name in ("full.pt", "nothing.pt"))
+    page, tests, out = (str(tmp_path / name) for name in ("page.html", "tests.xml", "out.pt"))
+    commands: dict[tuple[str, ...], int] = {
+        ("inspect", url, "--ranks", "--report", page, *form): 0,
+        ("verify", url, "--junit", tests, *form): 0,
+        ("convert", url, out, "--reference", url, *form): 0,
+        ("convert", url, out, *form): 5,
+        ("convert", url, out, "--overwrite", "--add-prefix", "x.", "--dry-run", *form): 0,
+        ("convert", url, str(tmp_path / "flat"), "--to", "flattened", "--world-size", "2", *form): 4,
+        ("diff", url, out, *form): 0,
+        ("inspect", missing, *form): 3,
+        ("units", "--from", url, *form): 4,
+        ("convert", out, url, *form): 5,
+    }
+    for command, code in commands.items():
+        done = run(*command)
+        assert done.code == code, (command, done.err)
+        assert "SeCrEt" not in done.out + done.err, command
+        if form and done.code == 0:
+            json.loads(done.out)
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"SeCrEt" not in path.read_bytes(), path
+
+
+def test_no_python_object_or_traceback_shows_the_credentials_of_a_url(web: Proxy, tmp_path: Path) -> None:
+    url, missing = (_with_secrets(f"{web.url}/{name}") for name in ("full.pt", "nothing.pt"))
+    described, verified = fsdpckpt.inspect(url, ranks=True), fsdpckpt.verify(url)
+    report, difference = fsdpckpt.convert(url, tmp_path / "out.pt"), fsdpckpt.diff(url, url)
+    texts = [repr(described), described._repr_html_(), json.dumps(described.to_json(ranks=True)), repr(verified)]
+    texts += [verified._repr_html_(), repr(report), report._repr_html_(), json.dumps(report.to_json())]
+    texts += [repr(difference), difference._repr_html_()]
+    with fsdpckpt.open(url) as opened:
+        texts += [repr(opened), opened._repr_html_()]
+        with pytest.raises(KeyError) as absent:
+            opened["absent"]
+        texts += traceback.format_exception(absent.value)
+    for fault in (None, "403", "503", "reset"):
+        web.fault = None if fault is None else lambda *_, fault=fault: fault  # type: ignore[misc]
+        with pytest.raises(SourceError) as raised:
+            fsdpckpt.inspect(missing)
+        texts += traceback.format_exception(raised.value)
+    assert not [found for text in texts for found in re.findall(".{30}SeCrEt", text)]
