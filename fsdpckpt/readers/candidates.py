@@ -136,7 +136,7 @@ def _refuse_recorded_part(part: ReadPart) -> None:
             details=[f"its arguments say {name}={size}" for name, size in sizes.items()],
             file=part.label,
             why="each contains plain tensors, and how to join them is defined in the model's code, not in the files",
-            next_step="give the directory of the iteration (iter_0000500) with the files of all tensor-parallel ranks; "
+            next_step="give the directory of the iteration (iter_0000500) with the files of all ranks; "
             "else load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
         )
 

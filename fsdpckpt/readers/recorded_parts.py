@@ -24,6 +24,7 @@ _OF_MEGATRON = re.compile(r"word_embeddings|linear_(?:qkv|proj|fc[12])|query_key
 _WORDS = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.weight$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")  # of torch_dist: one tensor of all layers
+_EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d+$))(\d{1,6})")
 
 
 def parallel_sizes(root: Mapping[Key, Value], path: str) -> dict[str, int]:
@@ -85,4 +86,10 @@ def _layers_are_whole(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[
 def _experts_are_whole(shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, object]) -> bool:
     """Whether the experts of a layer, which are one tensor in ``torch_dist``, are as many as the run has."""
     experts = [shape for name, shape in shapes.items() if ".experts." in name]
+    numbers = [match for name in shapes if (match := _EXPERT.search(name))]
+    if numbers and len(numbers) == len(experts):
+        of_layer: dict[str, set[str]] = {}
+        for match in numbers:
+            of_layer.setdefault(match.string[: match.start(1)] + match.string[match.end(1) :], set()).add(match[1])
+        return {len(found) for found in of_layer.values()} == {arguments.get("num_experts")}
     return bool(experts) and all(arguments.get("num_experts") in shape and prod(shape) for shape in experts)

@@ -6,7 +6,7 @@ that is not known is refused.
 
 ``linear_qkv`` has query, key and value of one query group after the other, so that a rank's groups follow each other
 (``megatron/core/transformer/attention.py``); ``linear_fc1`` of a gated MLP has the gate before the value, each cut by
-itself (``megatron/core/transformer/mlp.py``).
+itself (``megatron/core/transformer/mlp.py``), as has that of an expert (``megatron/core/transformer/moe/experts.py``).
 """
 
 from __future__ import annotations
@@ -28,10 +28,25 @@ class _Cut(Enum):
     OUTER = auto()
 
 
+_MLP_WIDTH, _EXPERT_WIDTH = "ffn_hidden_size", "moe_ffn_hidden_size"
+_SHARED_WIDTH = "moe_shared_expert_intermediate_size"
+_INTERLEAVED = "moe_mlp_glu_interleave_size"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How parameters whose names match ``pattern`` are cut. ``width``: the argument that has the width of their MLP."""
+
+    pattern: re.Pattern[str]
+    cut: _Cut
+    width: str = _MLP_WIDTH
+
+
 _LAYER = r"decoder\.layers\.\d+\."
+_SEQUENTIAL, _GROUPED = r"experts\.local_experts\.\d+", r"experts"
 _RULES = tuple(
-    (re.compile(pattern), cut)
-    for pattern, cut in (
+    _Rule(re.compile(pattern), *how)
+    for pattern, *how in (
         (r"(?:embedding\.word_embeddings|output_layer)\.weight", _Cut.VOCABULARY),
         (rf"{_LAYER}self_attention\.linear_qkv\.(?:weight|bias)", _Cut.QKV),
         (rf"{_LAYER}self_attention\.linear_proj\.weight", _Cut.HEADS),
@@ -42,13 +57,25 @@ _RULES = tuple(
         (rf"{_LAYER}(?:input|pre_mlp|self_attention\.[qk])_layernorm\.(?:weight|bias)", _Cut.WHOLE),
         (r"decoder\.final_layernorm\.(?:weight|bias)", _Cut.WHOLE),
         (r"embedding\.position_embeddings\.weight", _Cut.WHOLE),
+        (rf"{_LAYER}mlp\.router\.(?:weight|bias|expert_bias)", _Cut.WHOLE),
+        (rf"{_LAYER}mlp\.{_SEQUENTIAL}\.linear_fc1\.(?:weight|bias)", _Cut.INNER, _EXPERT_WIDTH),
+        (rf"{_LAYER}mlp\.{_SEQUENTIAL}\.linear_fc2\.weight", _Cut.OUTER, _EXPERT_WIDTH),
+        (rf"{_LAYER}mlp\.{_SEQUENTIAL}\.linear_fc2\.bias", _Cut.WHOLE),
+        (rf"{_LAYER}mlp\.{_GROUPED}\.linear_fc1\.(?:weight|bias)\d+", _Cut.INNER, _EXPERT_WIDTH),
+        (rf"{_LAYER}mlp\.{_GROUPED}\.linear_fc2\.weight\d+", _Cut.OUTER, _EXPERT_WIDTH),
+        (rf"{_LAYER}mlp\.{_GROUPED}\.linear_fc2\.bias\d+", _Cut.WHOLE),
+        (rf"{_LAYER}mlp\.shared_experts\.linear_fc1\.(?:weight|bias)", _Cut.INNER, _SHARED_WIDTH),
+        (rf"{_LAYER}mlp\.shared_experts\.linear_fc2\.weight", _Cut.OUTER, _SHARED_WIDTH),
+        (rf"{_LAYER}mlp\.shared_experts\.(?:linear_fc2\.bias|gate_weight)", _Cut.WHOLE),
     )
 )
 
 
 LAYOUT_ARGUMENTS = (
-    "padded_vocab_size", "ffn_hidden_size", "swiglu", "num_attention_heads", "num_query_groups",
-    "group_query_attention", "kv_channels", "num_layers", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "padded_vocab_size", _MLP_WIDTH,
+    "swiglu", "num_attention_heads", "num_query_groups", "group_query_attention", "kv_channels", "num_experts",
+    _EXPERT_WIDTH, _SHARED_WIDTH, _INTERLEAVED, "untie_embeddings_and_output_weights",
 )  # fmt: skip  # by which parameters are cut: the same on all ranks
 
 
@@ -62,18 +89,19 @@ class Arguments:
 
     values: Mapping[str, object]
 
-    def count(self, name: str) -> int:
-        """A number, at least 1. Raises LayoutError."""
+    def count(self, name: str, absent: int | None = None) -> int:
+        """A number, at least 1; ``absent`` if it is not set. Raises LayoutError."""
         value = self.values.get(name)
+        value = absent if value is None else value
         if type(value) is not int or value < 1:
-            raise LayoutError(f"args.{name} is {value!r}")
+            raise LayoutError(f"args.{name} is {value!r}"[:200])
         return value
 
     def flag(self, name: str) -> bool:
         """A setting that is on or off. Raises LayoutError."""
         value = self.values.get(name)
         if type(value) is not bool:
-            raise LayoutError(f"args.{name} is {value!r}")
+            raise LayoutError(f"args.{name} is {value!r}"[:200])
         return value
 
     @property
@@ -88,32 +116,35 @@ def shards_of(name: str, local: Shape, ranks: int, arguments: Arguments) -> Shar
 
     Raises LayoutError.
     """
-    cut = next((cut for pattern, cut in _RULES if pattern.fullmatch(name)), None)
-    if cut is None:
+    rule = next((rule for rule in _RULES if rule.pattern.fullmatch(name)), None)
+    if rule is None:
         raise LayoutError("Megatron-core's GPT model has no parameter of this name")
-    if cut is _Cut.WHOLE:
+    if rule.cut is _Cut.WHOLE:
         return Shards(local, {rank: ModelShard.of_whole(local) for rank in range(ranks)})
-    dim = 1 if cut in (_Cut.HEADS, _Cut.OUTER) else 0
+    dim = 1 if rule.cut in (_Cut.HEADS, _Cut.OUTER) else 0
     if len(local) <= dim:
         raise LayoutError(f"it has {len(local)} dimensions")
-    parts = 2 if cut is _Cut.INNER and arguments.flag("swiglu") else 1
+    parts = 2 if rule.cut is _Cut.INNER and arguments.flag("swiglu") else 1
+    if ranks > 1 and rule.width == _EXPERT_WIDTH and arguments.values.get(_INTERLEAVED) is not None:
+        raise LayoutError(f"the rows of its gate and value are interleaved (args.{_INTERLEAVED})")
     extent = local[dim] * ranks
-    expected = _extent(cut, parts, ranks, arguments)
+    expected = _extent(rule, parts, ranks, arguments)
     if extent != expected:
         raise LayoutError(f"{ranks} shards of {local[dim]} make {extent}, and args say {expected}")
     return _cut(local, dim, parts, ranks)
 
 
-def _extent(cut: _Cut, parts: int, ranks: int, arguments: Arguments) -> int:
-    """How long the arguments say the dimension is that ``cut`` cuts."""
-    if cut is _Cut.VOCABULARY:
+def _extent(rule: _Rule, parts: int, ranks: int, arguments: Arguments) -> int:
+    """How long the arguments say the dimension is that ``rule`` cuts."""
+    if rule.cut is _Cut.VOCABULARY:
         return arguments.count("padded_vocab_size")
-    if cut in (_Cut.INNER, _Cut.OUTER):
-        return parts * arguments.count("ffn_hidden_size")
+    if rule.cut in (_Cut.INNER, _Cut.OUTER):
+        of_experts = rule.width == _EXPERT_WIDTH and arguments.values.get(_EXPERT_WIDTH) is None
+        return parts * arguments.count(_MLP_WIDTH if of_experts else rule.width)
     heads, groups = arguments.count("num_attention_heads"), arguments.groups
     if groups % ranks or heads % groups:
         raise LayoutError(f"{groups} query groups of {heads} heads are not divided among {ranks} ranks")
-    return (heads if cut is _Cut.HEADS else heads + 2 * groups) * arguments.count("kv_channels")
+    return (heads if rule.cut is _Cut.HEADS else heads + 2 * groups) * arguments.count("kv_channels")
 
 
 def _cut(local: Shape, dim: int, parts: int, ranks: int) -> Shards:

@@ -1,119 +1,126 @@
-"""Joins the files that tensor-parallel ranks of Megatron-LM saved: whole parameters, the float32 weights and states of
-the optimizer by name, and extras.
-
-``Float16OptimizerWithFloat16Params`` has the float32 weights of each param group in ``fp32_from_fp16_params``, in the
-order of the ids (``megatron/core/optimizer/optimizer.py``). Nothing says which parameter each of them is: they round to
-the model's copies, on every rank.
+"""Joins the files that the ranks of Megatron-LM saved: whole parameters of all pipeline stages and experts, the float32
+weights and states of the optimizer by name, and extras.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import cast
 
 from fsdpckpt import flags
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError, damaged
-from fsdpckpt.formats.torch import local_tensor, notes_on_dropped, read_archive
+from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, damaged
+from fsdpckpt.formats.torch import notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Problem, Section
-from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, equal
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
+from fsdpckpt.readers.megatron_torch.names import StateDict, in_order, is_buffer, is_of_expert, names_of
+from fsdpckpt.readers.megatron_torch.optimizer import MASTERS, OPTIMIZER, RankOptimizer, names_of_groups, rank_optimizer
+from fsdpckpt.readers.megatron_torch.places import Grid, Place
 from fsdpckpt.readers.missing_ranks import ranks_missing
-from fsdpckpt.readers.model_shards import RankGrid, Shards, whole_shard
+from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, PartContents
-from fsdpckpt.readers.same_weights import first_different, names_by_value
 from fsdpckpt.readers.torch_ranks.merge import merge_distributed
 from fsdpckpt.readers.torch_ranks.rank_files import RankFile
 from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural, shape_text
+from fsdpckpt.text import plural, shape_text, some_of
 
 _FORMAT = "megatron-torch"
-_MODEL, _OPTIMIZER, _ARGUMENTS = "model", "optimizer", "args"
-_MASTERS = "fp32_from_fp16_params"
+_MODEL, _ARGUMENTS = "model", "args"
+_CHUNK = re.compile(r"^model(\d{1,3})$")
 _ITERATION = "iteration"
-_SIZES = {"pipeline_model_parallel_size": "pipeline stages", "expert_model_parallel_size": "experts"}
 _EXTRA_STATE = "_extra_state"
 _MAX_SHOWN = 6
 _MIXED = "files of two saves are mixed, or the copy is not complete"
+_COPY_AGAIN = "copy the checkpoint again"
 
-StateDict = dict[Key, object]
+Numbers = tuple[int, ...]
+"""Those in the name of a rank's directory."""
 
 
-def read_megatron(directory: str, paths: Mapping[int, str], table: FileTable, sources: Sources) -> PartContents:
-    """Read the iteration in ``directory``. ``paths``: the file of each tensor-parallel rank.
+def read_megatron(directory: str, paths: Mapping[Numbers, str], table: FileTable, sources: Sources) -> PartContents:
+    """Read the iteration in ``directory``. ``paths``: the file of each rank.
 
     Raises SourceIncompleteError for ranks without a file, SourceUnsupportedError that lists the parameters of which
     nothing says how they are cut, SourceCorruptError for files that contradict each other.
     """
-    missing = [path for path in paths.values() if sources.stat(path) is None]
-    count = max(paths) + 1
-    missing += [f"{directory}/mp_rank_{rank:02}/model_optim_rng.pt" for rank in range(count) if rank not in paths]
-    if missing:
-        raise _incomplete(directory, missing)
     files = []
-    for rank, path in sorted(paths.items()):
+    missing = [path for path in paths.values() if sources.stat(path) is None]
+    present = {numbers: path for numbers, path in sorted(paths.items()) if path not in missing}
+    for rank, path in enumerate(present.values()):
         source = sources.open(path)
         number = table.add(path, source.nbytes)
         files.append(RankFile(rank, number, read_archive(source, number)))
-    return _Iteration(directory, files, table, sources).tree()
-
-
-def _incomplete(directory: str, missing: Sequence[str]) -> SourceIncompleteError:
-    what = f"{directory}: the files of {plural(len(missing), 'tensor-parallel rank')} are missing"
-    return ranks_missing(what, missing, most_shown=_MAX_SHOWN, files=missing, file=missing[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _RankOptimizer:
-    """One rank's optimizer. ``ids``: of each param group; ``masters``: the float32 weights, in the same order."""
-
-    groups: list[StateDict]
-    state: Mapping[Key, object]
-    ids: list[list[object]]
-    masters: list[list[StoredTensor]]
-    others: StateDict
+    return _Iteration(directory, dict(zip(present, files, strict=True)), missing, table, sources).tree()
 
 
 @dataclass(slots=True)
+class _Held:
+    """One file's part of the model. ``weights``: by the names in the model, in the order of the file. ``others``: what
+    is no tensor.
+    """
+
+    file: RankFile
+    place: Place
+    weights: dict[str, StoredTensor] = field(default_factory=dict)
+    others: StateDict = field(default_factory=dict)
+
+
+@dataclass
 class _Iteration:
-    """One iteration while it is read. ``files``: by tensor-parallel rank."""
+    """One iteration while it is read. ``found``: the files by the numbers of their directories; ``missing``: those of
+    directories without one.
+    """
 
     directory: str
-    files: list[RankFile]
+    found: Mapping[Numbers, RankFile]
+    missing: Sequence[str]
     table: FileTable
     sources: Sources
 
     def tree(self) -> PartContents:
-        arguments = [self._arguments(file) for file in self.files]
-        self._require_all(arguments)
-        models = [_mapping(self._root(file).get(_MODEL), file, _MODEL) for file in self.files]
-        parameters = self._shards(models, arguments)
+        self._require_one_save()
+        grid, places = self._grid()
+        self._require_own_places(grid, places)
+        order, held = self._named(grid, places)
+        shards = self._shards(grid, held)
         problems: list[Problem] = []
-        optimizers = [self._optimizer(file) for file in self.files]
-        names = self._names(optimizers, models, parameters, problems)
+        optimizers = [rank_optimizer(self._root(file).get(OPTIMIZER)) for file in self.files]
+        members = self._members(optimizers, held, order, problems)
         roots = [
-            self._named(file, model, optimizer if names is not None else None, names or [], parameters)
-            for file, model, optimizer in zip(self.files, models, optimizers, strict=True)
+            self._rewritten(own, shards, optimizer, members) for own, optimizer in zip(held, optimizers, strict=True)
         ]
         tree = merge_distributed(self.files, roots, _FORMAT)
         tree.flavor = _FORMAT
         tree.problems += problems
         tree.checksums = Checksums.joined([file.archive.checksums for file in self.files])
+        root = cast("dict[Key, Value]", tree.root)
+        model = cast("dict[Key, Value]", root[_MODEL])
+        root[_MODEL] = {**{name: model[name] for name in order if name in model}, **model}
         separate_extras(tree, self.table, self.sources)
         tree.notes += notes_on_dropped([file.archive for file in self.files])
-        if names is not None:
-            copies = {leaf.dtype.name for leaf in models[0].values() if isinstance(leaf, StoredTensor)}
-            tree.notes += notes_on_copies(copies - {"float32"}) if optimizers[0].masters else []  # type: ignore[union-attr]
-        message = f"{self.directory} is Megatron-LM's torch format of {plural(len(self.files), 'tensor-parallel rank')}"
+        if members is not None:
+            copies = {weight.dtype.name for own in held for weight in own.weights.values()}
+            tree.notes += notes_on_copies(copies - {"float32"})
+        message = f"{self.directory} is Megatron-LM's torch format of {grid.described()}"
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         return tree
 
-    # The content of the files
+    # The files and their places
+
+    @cached_property
+    def files(self) -> list[RankFile]:
+        return list(self.found.values())
+
+    @cached_property
+    def arguments(self) -> list[Arguments]:
+        return [self._arguments(file) for file in self.files]
 
     def _root(self, file: RankFile) -> StateDict:
         return _mapping(file.archive.root, file, "its content")
@@ -123,36 +130,40 @@ class _Iteration:
         state = found.state if isinstance(found, Object) else found
         return Arguments({str(key): value for key, value in _mapping(state, file, _ARGUMENTS).items()})
 
-    def _require_all(self, arguments: Sequence[Arguments]) -> None:
-        """Raises unless these are all ranks of a model that is parallel in no other way."""
-        first = self.files[0].archive.path
-        sizes = {each.values.get("tensor_model_parallel_size") for each in arguments}
-        size = next(iter(sizes))
-        if len(sizes) == 1 and type(size) is int and len(self.files) < size < 1 << 16:
-            paths = [f"{self.directory}/mp_rank_{rank:02}" for rank in range(len(self.files), size)]
-            raise _incomplete(self.directory, paths)
-        if sizes != {len(self.files)}:
+    def _grid(self) -> tuple[Grid, dict[Place, RankFile]]:
+        """The ranks of the run, and the file of each. Raises unless each has one."""
+        try:
+            grid = Grid.of(self.arguments[0])
+        except LayoutError as error:
+            raise self._refused(f"{self.directory}: cannot tell which ranks it needs", [str(error)]) from None
+        places = {grid.place(numbers): file for numbers, file in self.found.items()}
+        if None in places:
             raise SourceCorruptError(
-                f"{self.directory} has files of {plural(len(self.files), 'tensor-parallel rank')}",
-                file=first,
-                expected=f"args.tensor_model_parallel_size={len(self.files)} in each",
-                found=", ".join(sorted(repr(each)[:40] for each in sizes)),
+                f"{self.directory} has {self._counted()}",
+                file=places[None].archive.path,
+                expected=f"those of {grid.described()}, as args say",
+                found=some_of([file.archive.path.split("/")[-2] for file in self.files], _MAX_SHOWN),
                 why=_MIXED,
-                next_step="copy the checkpoint again",
+                next_step=_COPY_AGAIN,
             )
-        self._require_one_save(arguments)
-        self._require_own_places(arguments)
-        for name, kind in _SIZES.items():
-            found = arguments[0].values.get(name, 1)
-            if found not in (1, None):
-                raise self._refused(f"{self.directory} has files of {kind}", [f"its arguments say {name}={found!r}"])
+        of_places = {place: file for place, file in places.items() if place is not None}
+        missing = [f"{self.directory}/{grid.directory(each)}" for each in grid.places() if each not in of_places]
+        if missing:
+            files = [f"{each}/model_optim_rng.pt" for each in missing]
+            what = f"{self.directory}: the files of {plural(len(missing), grid.kind)} are missing"
+            raise ranks_missing(what, missing, most_shown=_MAX_SHOWN, files=files, file=files[0])
+        return grid, of_places
 
-    def _require_one_save(self, arguments: Sequence[Arguments]) -> None:
+    def _counted(self) -> str:
+        kind = "tensor-parallel rank" if all(len(numbers) == 1 for numbers in self.found) else "rank"
+        return f"files of {plural(len(self.found) + len(self.missing), kind)}"
+
+    def _require_one_save(self) -> None:
         """Raises SourceCorruptError unless all ranks saved at one iteration, with the same sizes."""
-        for file, each in zip(self.files, arguments, strict=True):
+        for file, each in zip(self.files, self.arguments, strict=True):
             facts = [(_ITERATION, self._root(self.files[0]).get(_ITERATION), self._root(file).get(_ITERATION))]
             facts += [
-                (f"{_ARGUMENTS}.{name}", arguments[0].values.get(name), each.values.get(name))
+                (f"{_ARGUMENTS}.{name}", self.arguments[0].values.get(name), each.values.get(name))
                 for name in LAYOUT_ARGUMENTS
             ]
             for name, first, own in facts:
@@ -163,28 +174,36 @@ class _Iteration:
                         repr(first)[:40],
                         repr(own)[:40],
                         why=_MIXED,
-                        next_step="copy the checkpoint again",
+                        next_step=_COPY_AGAIN,
                     )
 
-    def _require_own_places(self, arguments: Sequence[Arguments]) -> None:
+    def _require_own_places(self, grid: Grid, places: Mapping[Place, RankFile]) -> None:
         """Raises SourceCorruptError for files in each other's directories, which shards of equal shapes do not show.
 
-        ``args.rank`` is that of the process that saved: tensor-parallel ranks follow each other. One process that saves
-        for all of them, as in Megatron's own converter, has the same in each.
+        ``args.rank`` is that of the process that saved. One process that saves for all of them, as in Megatron's own
+        converter, has the same in each.
         """
-        ranks = [each.values.get("rank") for each in arguments]
-        count = len(ranks)
-        places = [rank % count for rank in ranks if type(rank) is int]
-        if sorted(places) != list(range(count)) or places == list(range(count)):
+        place_of = {file.archive.path: place for place, file in places.items()}
+        saved = {
+            file.archive.path: (rank, grid.place_of_rank(rank, arguments))
+            for file, arguments in zip(self.files, self.arguments, strict=True)
+            if type(rank := arguments.values.get("rank")) is int
+        }
+        own = [place for _, place in saved.values()]
+        if len({rank for rank, _ in saved.values()}) <= 1 or None in own:
             return
+        wrong = [path for path, (_, place) in saved.items() if place != place_of[path]]
+        if not wrong:
+            return
+        copied = len(set(own)) < len(own)
         raise SourceCorruptError(
-            f"{self.directory}: files of tensor-parallel ranks are in each other's directories",
-            details=[
-                f"{file.archive.path}: saved by rank {rank}" for file, rank in zip(self.files, ranks, strict=True)
-            ],
-            file=next(file.archive.path for file, place in zip(self.files, places, strict=True) if file.rank != place),
+            f"{self.directory}: files of {grid.kind}s are in each other's directories",
+            details=[f"{path}: saved by rank {saved[path][0]}" for path in (saved if not copied else wrong)],
+            file=wrong[0],
             why="directories were renamed, or copied from another rank",
-            next_step="rename every directory to the rank that saved its file (args.rank), as listed above",
+            next_step="copy these directories again"
+            if copied
+            else "rename every directory to the rank that saved its file (args.rank), as listed above",
         )
 
     def _refused(self, what: str, details: Sequence[str]) -> SourceUnsupportedError:
@@ -197,176 +216,230 @@ class _Iteration:
             next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
         )
 
-    def _shards(self, models: Sequence[StateDict], arguments: Sequence[Arguments]) -> dict[str, Shards]:
-        shards: dict[str, Shards] = {}
+    # The model
+
+    def _chunks(self, file: RankFile) -> list[StateDict]:
+        """The chunks of the model that a rank has: one, or several of an interleaved pipeline."""
+        root = self._root(file)
+        numbers = sorted(int(match[1]) for key in root if (match := _CHUNK.match(str(key))))
+        expected = self.arguments[0].values.get("virtual_pipeline_model_parallel_size") or 1
+        if len(numbers or [0]) != expected or (numbers and numbers != list(range(len(numbers)))):
+            chunks = "model" if not numbers else ", ".join(f"model{number}" for number in numbers)
+            raise damaged(
+                file.archive.path,
+                "it does not have all chunks of its pipeline stage",
+                f"args.virtual_pipeline_model_parallel_size={expected} of them",
+                chunks[:80],
+                why=_MIXED,
+                next_step=_COPY_AGAIN,
+            )
+        keys = [f"{_MODEL}{number}" for number in numbers] or [_MODEL]
+        return [_mapping(root.get(key), file, key) for key in keys]
+
+    def _named(self, grid: Grid, places: Mapping[Place, RankFile]) -> tuple[list[str], list[_Held]]:
+        """All names in the model, in its order, and what each file has under them."""
+        place_of = {file.archive.path: place for place, file in places.items()}
+        chunks = {place: self._chunks(file) for place, file in places.items()}
+        try:
+            names = names_of(chunks, grid, self.arguments[0])
+        except LayoutError as error:
+            raise self._refused(f"{self.directory}: its files are not all parts of one model", [str(error)]) from None
+        held = []
+        for file in self.files:
+            own = _Held(file, place_of[file.archive.path])
+            for number, state in enumerate(chunks[own.place]):
+                for key, leaf in state.items():
+                    name = names.of(str(key), (number, own.place.stage), own.place)
+                    if isinstance(leaf, StoredTensor) and name.rpartition(".")[2] != _EXTRA_STATE:
+                        own.weights[name] = leaf
+                    else:
+                        own.others[name] = leaf
+            held.append(own)
+        _share_others(held)
+        return in_order(chunks, names), held
+
+    def _shards(self, grid: Grid, held: Sequence[_Held]) -> dict[str, Shards]:
+        """What each file has of every parameter."""
+        holders: dict[str, list[_Held]] = {}
         unknown: list[str] = []
-        for key, leaf in models[0].items():
-            name = str(key)
-            if name.rpartition(".")[2] == _EXTRA_STATE:
-                continue
-            others = [model.get(key) for model in models]
-            if not all(isinstance(other, StoredTensor) for other in others):
-                unknown.append(f"{name}: it is not a tensor on every rank")
-                continue
-            shapes = {cast(StoredTensor, other).shape for other in others}
-            if len(shapes) > 1:
-                unknown.append(f"{name}: its shards have the shapes {', '.join(map(shape_text, sorted(shapes)))}")
-                continue
+        for own in held:
+            for name in own.weights:
+                holders.setdefault(name, []).append(own)
+            unknown += [
+                f"{name!s}: it is not a tensor on every rank"
+                for name in own.others
+                if str(name).rpartition(".")[2] != _EXTRA_STATE
+            ]
+        shards: dict[str, Shards] = {}
+        for name, of_name in holders.items():
             try:
-                shards[name] = shards_of(name, cast(StoredTensor, leaf).shape, len(models), arguments[0])
+                shards[name] = self._shards_of(name, grid, of_name, held)
             except LayoutError as error:
                 unknown.append(f"{name}: {error}")
-        unknown += [
-            f"{name!s}: rank 0 has no such entry" for model in models for name in model if name not in models[0]
-        ]
         if unknown:
-            what = f"{self.directory}: cannot tell how {plural(len(unknown), 'parameter')} of {len(models)} "
-            raise self._refused(f"{what}tensor-parallel ranks {'is' if len(unknown) == 1 else 'are'} split", unknown)
+            what = f"{self.directory}: cannot tell how {plural(len(unknown), 'parameter')} of {len(held)} "
+            raise self._refused(f"{what}{grid.kind}s {'is' if len(unknown) == 1 else 'are'} split", unknown)
         return shards
+
+    def _shards_of(self, name: str, grid: Grid, holders: Sequence[_Held], held: Sequence[_Held]) -> Shards:
+        """The shards of one parameter. Raises LayoutError."""
+        of_expert = is_of_expert(name)
+        shapes = {own.weights[name].shape for own in holders}
+        if len(shapes) > 1:
+            raise LayoutError(f"its shards have the shapes {', '.join(map(shape_text, sorted(shapes)))}")
+        stages, experts = ({getattr(own.place, axis) for own in holders} for axis in ("stage", "expert"))
+        peers = [own for own in held if own.place.stage in stages and (not of_expert or own.place.expert in experts)]
+        absent = next((own for own in peers if name not in own.weights), None)
+        if absent is not None:
+            raise LayoutError(f"{absent.file.archive.path} has no such entry")
+        parts = shards_of(name, next(iter(shapes)), grid.parts(of_expert=of_expert), self.arguments[0])
+        by_rank: dict[int, ModelShard] = {
+            own.file.rank: parts.by_rank[grid.part(own.place, of_expert=of_expert)] for own in holders
+        }
+        return Shards(parts.shape, by_rank)
 
     # The optimizer
 
-    def _optimizer(self, file: RankFile) -> _RankOptimizer | None:
-        """None without an optimizer, or without its states."""
-        saved = self._root(file).get(_OPTIMIZER)
-        if not isinstance(saved, dict):
-            return None
-        inner = saved.get(_OPTIMIZER, saved)
-        state, groups = (inner.get(key) if isinstance(inner, dict) else None for key in ("state", "param_groups"))
-        if not isinstance(state, dict) or not isinstance(groups, list):
-            return None
-        param_groups = [_mapping(group, file, "param_groups") for group in groups]
-        listed = [group.get("params") for group in param_groups]
-        ids = [list(each) if isinstance(each, (list, tuple)) else [] for each in listed]
-        masters = saved.get(_MASTERS) if inner is not saved else None
-        by_group: list[list[StoredTensor]] = []
-        for of_group in masters if isinstance(masters, (list, tuple)) else ():
-            tensors = list(of_group) if isinstance(of_group, (list, tuple)) else [None]
-            if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
-                return None
-            by_group.append(cast("list[StoredTensor]", tensors))
-        others = {key: value for key, value in saved.items() if key not in (_OPTIMIZER, _MASTERS)}
-        return _RankOptimizer(param_groups, state, ids, by_group, others if inner is not saved else {})
-
-    def _names(
+    def _members(
         self,
-        optimizers: Sequence[_RankOptimizer | None],
-        models: Sequence[StateDict],
-        parameters: Mapping[str, Shards],
+        optimizers: Sequence[RankOptimizer | None],
+        held: Sequence[_Held],
+        order: Sequence[str],
         problems: list[Problem],
-    ) -> list[list[str]] | None:
+    ) -> _Members | None:
         """The parameters of each param group, which the values prove on every rank. None, with a fatal problem of the
         optimizer, if they do not.
         """
-        if all(_OPTIMIZER not in self._root(file) for file in self.files):
+        if all(OPTIMIZER not in self._root(file) for file in self.files):
             return None
-        proved: list[list[str]] | None = None
-        for file, optimizer, model in zip(self.files, optimizers, models, strict=True):
+        by_file: list[list[list[str]]] = []
+        for own, optimizer in zip(held, optimizers, strict=True):
             if optimizer is None:
-                problems.append(self._no_states(file))
+                problems.append(_no_states(own.file))
                 return None
-            names = self._names_on(file, optimizer, model, parameters)
-            if names is None or (proved is not None and names != proved):
-                message = (
-                    f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: its float32 "
-                    f"weights ({_MASTERS}) do not tell them apart. Save it with --ckpt-format torch_dist"
-                )
-                problems.append(Problem("parameter-order", message, file=file.archive.path, section=Section.OPTIM))
+            copies = {name: weight for name, weight in own.weights.items() if not is_buffer(name)}
+            names = names_of_groups(own.file, optimizer, copies, self.table.files(), self.sources)
+            if names is None:
+                problems.append(_unknown_order(own.file))
                 return None
-            proved = names
-        return proved
-
-    def _no_states(self, file: RankFile) -> Problem:
-        message = (
-            f"the optimizer in {file.archive.path} has no states: the distributed optimizer keeps them as Megatron's "
-            "buffers (distrib_optim.pt), and only the model's code says which elements belong to which parameter: save "
-            "with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
-        )
-        return Problem("flattened", message, file=file.archive.path, section=Section.OPTIM)
-
-    def _names_on(
-        self, file: RankFile, optimizer: _RankOptimizer, model: StateDict, parameters: Mapping[str, Shards]
-    ) -> list[list[str]] | None:
-        masters = [master for group in optimizer.masters for master in group]
-        counts = [len(group) for group in optimizer.masters]
-        if not masters or counts != [len(ids) for ids in optimizer.ids]:
-            return None
-        held = [local_tensor(master, file.file, file.rank) for master in masters]
-        copies = {name: local_tensor(cast(StoredTensor, model[name]), file.file, file.rank) for name in parameters}
-        names = self._in_order(copies, held, counts) or names_by_value(copies, held, self.table.files(), self.sources)
-        if names is None:
-            return None
-        ends = [sum(counts[: at + 1]) for at in range(len(counts))]
-        return [names[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-    def _in_order(
-        self, copies: Mapping[str, Tensor], masters: Sequence[Tensor], counts: Sequence[int]
-    ) -> list[str] | None:
-        """All parameters in Megatron's order (``_get_param_groups``: matrices before vectors and biases, in each group
-        in the order of the model); None unless each master rounds to the copy in its place.
-        """
-        matrices = [name for name, copy in copies.items() if copy.ndim > 1]
-        vectors = [name for name, copy in copies.items() if copy.ndim <= 1]
-        orders = [list(copies)] if len(counts) == 1 else [matrices + vectors, vectors + matrices]
-        for names in orders:
-            pairs = [(name, copies[name], master) for name, master in zip(names, masters, strict=False)]
-            fit = len(pairs) == len(masters) == len(names)
-            if fit and first_different(pairs, self.table.files(), self.sources) is None:
-                return names
-        return None
+            by_file.append(names)
+        group_of: dict[str, int] = {}
+        for own, names in zip(held, by_file, strict=True):
+            for number, of_group in enumerate(names):
+                if len(names) != len(by_file[0]) or any(
+                    group_of.setdefault(name, number) != number for name in of_group
+                ):
+                    problems.append(_unknown_order(own.file))
+                    return None
+        groups: list[list[str]] = [[] for _ in by_file[0]]
+        for name in order:
+            if name in group_of:
+                groups[group_of[name]].append(name)
+        # A group without parameters on a stage is there for the others' sake, and its step may not be counted.
+        settings = [
+            next((each for own in optimizers if own is not None and (each := own.groups[number]).ids), None)
+            for number in range(len(groups))
+        ]
+        first = cast(RankOptimizer, optimizers[0]).groups
+        chosen = [(each or first[number]).settings for number, each in enumerate(settings)]
+        return _Members(dict(zip((own.file.rank for own in held), by_file, strict=True)), groups, chosen)
 
     # The ranks' files, rewritten
 
-    def _named(
-        self,
-        file: RankFile,
-        model: StateDict,
-        optimizer: _RankOptimizer | None,
-        names: Sequence[Sequence[str]],
-        parameters: Mapping[str, Shards],
+    def _rewritten(
+        self, own: _Held, shards: Mapping[str, Shards], optimizer: RankOptimizer | None, members: _Members | None
     ) -> StateDict:
         """One rank's file with its shards as parts of whole parameters."""
-        grid = RankGrid(1, len(self.files))
+        grid, file = RankGrid(1, len(self.files)), own.file
 
         def part(name: str, leaf: object) -> object:
-            return whole_shard(grid, file.rank, file.rank, parameters[name], cast(StoredTensor, leaf))
+            return whole_shard(grid, file.rank, file.rank, shards[name], cast(StoredTensor, leaf))
 
-        weights = {key: part(str(key), leaf) if str(key) in parameters else leaf for key, leaf in model.items()}
-        root: StateDict = {key: value for key, value in self._root(file).items() if key not in (_MODEL, _OPTIMIZER)}
+        weights: StateDict = {name: part(name, leaf) for name, leaf in own.weights.items()}
+        weights.update(own.others)
+        root: StateDict = {
+            key: value
+            for key, value in self._root(file).items()
+            if key not in (_MODEL, OPTIMIZER) and not _CHUNK.match(str(key))
+        }
         root[_MODEL] = weights
-        if optimizer is None:
+        if optimizer is None or members is None:
             return root
         states: StateDict = {}
-        for ids, masters, members in zip(optimizer.ids, optimizer.masters, names, strict=True):
-            for number, master, name in zip(ids, masters, members, strict=True):
+        groups: list[StateDict] = []
+        listed = zip(optimizer.groups, members.by_file[file.rank], members.groups, members.settings, strict=True)
+        for group, names, everywhere, settings in listed:
+            for number, master, name in zip(group.ids, group.masters, names, strict=True):
                 weights[name] = part(name, master)
-                entry = _mapping(optimizer.state.get(cast(Key, number), {}), file, f"the state of {name}")
-                shape = parameters[name].by_rank[file.rank].shape
+                entry = _mapping(group.state.get(cast(Key, number), {}), file, f"the state of {name}")
+                shape = shards[name].by_rank[file.rank].shape
                 for state, leaf in entry.items():
                     if isinstance(leaf, StoredTensor) and prod(leaf.shape) != 1 and leaf.shape != shape:
-                        raise self._uncut(file, name, str(state), leaf, shape)
+                        raise _uncut(file, name, str(state), leaf, shape)
                 states[name] = {
                     state: part(name, leaf) if isinstance(leaf, StoredTensor) and leaf.shape == shape else leaf
                     for state, leaf in entry.items()
                 }
-        groups = [{**group, "params": list(each)} for group, each in zip(optimizer.groups, names, strict=True)]
-        root[_OPTIMIZER] = {"state": states, "param_groups": groups}
+            own_settings = group.settings if group.ids else settings
+            groups.append({**own_settings, "params": list(everywhere)})
+        root[OPTIMIZER] = {"state": states, "param_groups": groups}
         root.update({key: value for key, value in optimizer.others.items() if key not in root})
         return root
 
-    def _uncut(
-        self, file: RankFile, name: str, state: str, leaf: StoredTensor, shape: tuple[int, ...]
-    ) -> SourceUnsupportedError:
-        return SourceUnsupportedError(
-            f"{file.archive.path}: the state {state} of {name} is not split like the weight",
-            file=file.archive.path,
-            key=name,
-            rank=file.rank,
-            expected=shape_text(shape),
-            found=shape_text(leaf.shape),
-            why="the optimizer factors or quantizes its states",
-            next_step=f"convert the weights alone with {flags.only('model')}",
-        )
+
+def _share_others(held: Sequence[_Held]) -> None:
+    """Give every file what is no tensor of other stages and experts, as if each rank had the whole model."""
+    holders: dict[Key, list[_Held]] = {}
+    for own in held:
+        for name in own.others:
+            holders.setdefault(name, []).append(own)
+    for name, having in holders.items():
+        of_expert = is_of_expert(str(name))
+        places = {(each.place.stage, each.place.expert if of_expert else 0) for each in having}
+        for own in held:
+            if (own.place.stage, own.place.expert if of_expert else 0) not in places:
+                own.others[name] = having[0].others[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The parameters of each param group: those of each file, and all. ``settings``: of each group, from a rank that
+    has parameters in it.
+    """
+
+    by_file: Mapping[int, list[list[str]]]
+    groups: list[list[str]]
+    settings: list[StateDict]
+
+
+def _no_states(file: RankFile) -> Problem:
+    message = (
+        f"the optimizer in {file.archive.path} has no states: the distributed optimizer keeps them as Megatron's "
+        "buffers (distrib_optim.pt), and only the model's code says which elements belong to which parameter: save "
+        "with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
+    )
+    return Problem("flattened", message, file=file.archive.path, section=Section.OPTIM)
+
+
+def _unknown_order(file: RankFile) -> Problem:
+    message = (
+        f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: its float32 "
+        f"weights ({MASTERS}) do not tell them apart. Save it with --ckpt-format torch_dist"
+    )
+    return Problem("parameter-order", message, file=file.archive.path, section=Section.OPTIM)
+
+
+def _uncut(file: RankFile, name: str, state: str, leaf: StoredTensor, shape: tuple[int, ...]) -> SourceUnsupportedError:
+    return SourceUnsupportedError(
+        f"{file.archive.path}: the state {state} of {name} is not split like the weight",
+        file=file.archive.path,
+        key=name,
+        rank=file.rank,
+        expected=shape_text(shape),
+        found=shape_text(leaf.shape),
+        why="the optimizer factors or quantizes its states",
+        next_step=f"convert the weights alone with {flags.only('model')}",
+    )
 
 
 def _mapping(value: object, file: RankFile, what: str) -> StateDict:
@@ -377,6 +450,6 @@ def _mapping(value: object, file: RankFile, what: str) -> StateDict:
             "a file that Megatron-LM saved",
             f"a {type(value).__name__}",
             why="the file was changed, or a version of Megatron-LM that is not known wrote it",
-            next_step="copy the checkpoint again",
+            next_step=_COPY_AGAIN,
         )
     return cast(StateDict, cast("dict[Key, Value]", value))

@@ -1,6 +1,6 @@
-"""Recognises the directory of an iteration that several tensor-parallel ranks of Megatron-LM saved with ``--ckpt-format
-torch``: ``iter_0000500/mp_rank_00/model_optim_rng.pt``, ``mp_rank_01``, ... (``get_checkpoint_name`` of
-``megatron/training/checkpointing.py``).
+"""Recognises the directory of an iteration that several ranks of Megatron-LM saved with ``--ckpt-format torch``:
+``iter_0000500/mp_rank_00/model_optim_rng.pt``, ``mp_rank_01``, ..., with the numbers of the pipeline stage and of the
+expert-parallel rank behind it if there are several (``get_checkpoint_name`` of ``megatron/training/checkpointing.py``).
 
 One rank's file is whole, and is read like any other torch file.
 """
@@ -11,17 +11,17 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
+from fsdpckpt.readers.megatron_torch.places import DIRECTORY
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
 
 MODEL_FILE = "model_optim_rng.pt"
 _ITERATION = re.compile(r"^(?:iter_\d{7,}|release|\.*)$")
-_RANK = re.compile(r"^mp_rank_(\d{2,5})$")
 
 
 class MegatronTorchReader:
-    """Directories of one iteration with ``mp_rank_00``, ``mp_rank_01``, ..."""
+    """Directories of one iteration with ``mp_rank_00``, ``mp_rank_01``, or ``mp_rank_00_000``, ..."""
 
     def recognise_file(self, file: Entry, sources: Sources) -> Part | None:
         del file, sources
@@ -35,9 +35,9 @@ class MegatronTorchReader:
         if _ITERATION.match(above.rpartition("/")[2]) is None:
             return Claim()
         ranks = {
-            int(match[1]): entry
+            tuple(map(int, filter(None, match.groups()))): entry
             for entry in sources.list_directory(path)
-            if entry.directory and (match := _RANK.match(entry.name))
+            if entry.directory and (match := DIRECTORY.match(entry.name))
         }
         paths = {rank: f"{entry.path.rstrip('/')}/{MODEL_FILE}" for rank, entry in sorted(ranks.items())}
         if len(ranks) < 2 or not any(sources.stat(file) is not None for file in paths.values()):
@@ -47,7 +47,7 @@ class MegatronTorchReader:
         return claim
 
 
-def _read(directory: str, paths: dict[int, str], table: FileTable, sources: Sources) -> PartContents:
+def _read(directory: str, paths: dict[tuple[int, ...], str], table: FileTable, sources: Sources) -> PartContents:
     from fsdpckpt.readers.megatron_torch.read import read_megatron
 
     return read_megatron(directory, paths, table, sources)
