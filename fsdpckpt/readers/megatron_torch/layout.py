@@ -34,7 +34,7 @@ _INTERLEAVED = "moe_mlp_glu_interleave_size"
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _CutRule:
     """How parameters whose names match ``pattern`` are cut. ``width``: the argument that has the width of their MLP."""
 
     pattern: re.Pattern[str]
@@ -45,7 +45,7 @@ class _Rule:
 _LAYER = r"decoder\.layers\.\d+\."
 _SEQUENTIAL, _GROUPED = r"experts\.local_experts\.\d+", r"experts"
 _RULES = tuple(
-    _Rule(re.compile(pattern), *how)
+    _CutRule(re.compile(pattern), *how)
     for pattern, *how in (
         (r"(?:embedding\.word_embeddings|output_layer)\.weight", _Cut.VOCABULARY),
         (rf"{_LAYER}self_attention\.linear_qkv\.(?:weight|bias)", _Cut.QKV),
@@ -134,7 +134,7 @@ def shards_of(name: str, local: Shape, ranks: int, arguments: Arguments) -> Shar
     return _cut(local, dim, parts, ranks)
 
 
-def _extent(rule: _Rule, parts: int, ranks: int, arguments: Arguments) -> int:
+def _extent(rule: _CutRule, parts: int, ranks: int, arguments: Arguments) -> int:
     """How long the arguments say the dimension is that ``rule`` cuts."""
     if rule.cut is _Cut.VOCABULARY:
         return arguments.count("padded_vocab_size")

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from fsdpckpt.ir.values import Key
 from fsdpckpt.readers.megatron_torch.layout import Arguments, LayoutError
-from fsdpckpt.readers.megatron_torch.places import Grid, Place
+from fsdpckpt.readers.megatron_torch.places import Grid, RankPlace
 
 StateDict = dict[Key, object]
 Chunk = tuple[int, int]
@@ -31,14 +31,14 @@ _UNTIED = "untie_embeddings_and_output_weights"
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class NamesInModel:
     """What every chunk calls its entries in the model. ``offsets``: the layers before each chunk's."""
 
     offsets: Mapping[Chunk, int]
     local_experts: int
     tied: bool
 
-    def of(self, key: str, chunk: Chunk, place: Place) -> str:
+    def of(self, key: str, chunk: Chunk, place: RankPlace) -> str:
         """The model's name of ``key``."""
         if self.tied and key == _OUTPUT:
             return _WORDS
@@ -60,7 +60,7 @@ def is_buffer(name: str) -> bool:
     return name.endswith(".mlp.router.expert_bias")
 
 
-def names_of(chunks: Mapping[Place, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> Names:
+def names_of(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> NamesInModel:
     """The names of the entries of ``chunks``, the chunks of the model at each place. Raises LayoutError if they are not
     all layers and experts of a model.
     """
@@ -79,10 +79,10 @@ def names_of(chunks: Mapping[Place, Sequence[StateDict]], grid: Grid, arguments:
     order = sorted(layers)
     starts = accumulate((layers[chunk] for chunk in order), initial=0)
     offsets = dict(zip(order, starts, strict=False))
-    return Names(offsets, _local_experts(chunks, grid, arguments), _is_tied(chunks, grid, arguments))
+    return NamesInModel(offsets, _local_experts(chunks, grid, arguments), _is_tied(chunks, grid, arguments))
 
 
-def _local_experts(chunks: Mapping[Place, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> int:
+def _local_experts(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> int:
     """How many experts of a layer each expert-parallel rank has."""
     if grid.experts == 1:
         return 0  # they have their numbers
@@ -113,14 +113,14 @@ def _count(numbers: set[int], what: str) -> int:
     return len(numbers)
 
 
-def _is_tied(chunks: Mapping[Place, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> bool:
+def _is_tied(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> bool:
     """Whether the output layer of the last stage is a copy of the word embeddings."""
     if grid.stages == 1 or not any(_OUTPUT in state for own in chunks.values() for state in own):
         return False
     return not arguments.flag(_UNTIED)
 
 
-def in_order(chunks: Mapping[Place, Sequence[StateDict]], names: Names) -> list[str]:
+def in_order(chunks: Mapping[RankPlace, Sequence[StateDict]], names: NamesInModel) -> list[str]:
     """All names in the order in which a job of one rank has them: layer after layer, and in a layer the experts of all
     ranks where the first rank has its own.
     """

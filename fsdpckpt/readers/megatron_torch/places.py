@@ -23,7 +23,7 @@ _MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class RankPlace:
     """Which part of the model a file has."""
 
     stage: int
@@ -55,7 +55,7 @@ class Grid:
             raise LayoutError(f"args name {tensor} x {stages} x {experts} ranks")
         return cls(tensor, stages, experts, expert_tensor)
 
-    def place(self, numbers: Sequence[int]) -> Place | None:
+    def place(self, numbers: Sequence[int]) -> RankPlace | None:
         """The place that ``numbers``, those of a directory's name, stand for; None if ranks of this grid have none."""
         expected = [True, self.stages > 1, self.experts > 1]
         if len(numbers) != sum(expected):
@@ -64,20 +64,20 @@ class Grid:
         tensor, stage, expert = (left.pop(0) if here else 0 for here in expected)
         if stage >= self.stages or (tensor, expert) not in self._possible:
             return None
-        return Place(stage, expert, tensor)
+        return RankPlace(stage, expert, tensor)
 
-    def directory(self, place: Place) -> str:
+    def directory(self, place: RankPlace) -> str:
         """The name of a place's directory."""
         stage = f"_{place.stage:03}" if self.stages > 1 else ""
         expert = f"_{place.expert:03}" if self.experts > 1 else ""
         return f"mp_rank_{place.tensor:02}{stage}{expert}"
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[RankPlace]:
         """All that together have every shard, each of which some rank saves."""
         pairs = self._pairs(max(self.tensor, self._expert_ranks))
-        return sorted(Place(stage, expert, tensor) for stage in range(self.stages) for tensor, expert in pairs)
+        return sorted(RankPlace(stage, expert, tensor) for stage in range(self.stages) for tensor, expert in pairs)
 
-    def place_of_rank(self, rank: int, arguments: Arguments) -> Place | None:
+    def place_of_rank(self, rank: int, arguments: Arguments) -> RankPlace | None:
         """Where the process ``rank`` is; None if the arguments do not say how many there are."""
         world = arguments.values.get("world_size")
         stage = 0
@@ -92,9 +92,9 @@ class Grid:
                 stage = rank // (self.tensor * context) % self.stages
                 if self.experts > 1 and stage != rank // self._expert_ranks % self.stages:
                     return None
-        return Place(stage, rank // self.expert_tensor % self.experts, rank % self.tensor)
+        return RankPlace(stage, rank // self.expert_tensor % self.experts, rank % self.tensor)
 
-    def part(self, place: Place, *, of_expert: bool) -> int:
+    def part(self, place: RankPlace, *, of_expert: bool) -> int:
         """Which shard of a cut weight is at ``place``."""
         return place.tensor % self.expert_tensor if of_expert else place.tensor
 

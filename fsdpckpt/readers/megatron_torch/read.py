@@ -20,7 +20,7 @@ from fsdpckpt.ir.values import Key, Object, Value, equal
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
 from fsdpckpt.readers.megatron_torch.names import StateDict, in_order, is_buffer, is_of_expert, names_of
 from fsdpckpt.readers.megatron_torch.optimizer import MASTERS, OPTIMIZER, RankOptimizer, names_of_groups, rank_optimizer
-from fsdpckpt.readers.megatron_torch.places import Grid, Place
+from fsdpckpt.readers.megatron_torch.places import Grid, RankPlace
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -67,7 +67,7 @@ class _Held:
     """
 
     file: RankFile
-    place: Place
+    place: RankPlace
     weights: dict[str, StoredTensor] = field(default_factory=dict)
     others: StateDict = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class _Iteration:
         state = found.state if isinstance(found, Object) else found
         return Arguments({str(key): value for key, value in _mapping(state, file, _ARGUMENTS).items()})
 
-    def _grid(self) -> tuple[Grid, dict[Place, RankFile]]:
+    def _grid(self) -> tuple[Grid, dict[RankPlace, RankFile]]:
         """The ranks of the run, and the file of each. Raises unless each has one."""
         try:
             grid = Grid.of(self.arguments[0])
@@ -177,7 +177,7 @@ class _Iteration:
                         next_step=_COPY_AGAIN,
                     )
 
-    def _require_own_places(self, grid: Grid, places: Mapping[Place, RankFile]) -> None:
+    def _require_own_places(self, grid: Grid, places: Mapping[RankPlace, RankFile]) -> None:
         """Raises SourceCorruptError for files in each other's directories, which shards of equal shapes do not show.
 
         ``args.rank`` is that of the process that saved. One process that saves for all of them, as in Megatron's own
@@ -236,7 +236,7 @@ class _Iteration:
         keys = [f"{_MODEL}{number}" for number in numbers] or [_MODEL]
         return [_mapping(root.get(key), file, key) for key in keys]
 
-    def _named(self, grid: Grid, places: Mapping[Place, RankFile]) -> tuple[list[str], list[_Held]]:
+    def _named(self, grid: Grid, places: Mapping[RankPlace, RankFile]) -> tuple[list[str], list[_Held]]:
         """All names in the model, in its order, and what each file has under them."""
         place_of = {file.archive.path: place for place, file in places.items()}
         chunks = {place: self._chunks(file) for place, file in places.items()}
