@@ -423,11 +423,13 @@ def _require_names_fit(
 def _with_keys(checkpoint: Checkpoint, table: Table, keys: Mapping[MemberNumber, ParamKey], message: str) -> Checkpoint:
     """``checkpoint`` with these ``keys`` of its members, and a note. Entries that a user added keep theirs.
 
-    Raises SourceCorruptError if such an entry has the new key of a parameter.
+    Raises SourceCorruptError if such an entry has the new key of a parameter, or is a number beside new ids: whoever
+    reads it takes it for the states of a parameter that no group lists.
     """
     new = set(keys.values())
-    entries = table.optimizer.entries if table.optimizer is not None else ()
-    both = [str(entry.key) for entry in entries if entry.member is None and entry.key in new]
+    become_ids = any(isinstance(key, int) for key in new)
+    added = [entry.key for entry in table.optimizer.entries if entry.member is None] if table.optimizer else []
+    both = [str(key) for key in added if key in new or (become_ids and isinstance(key, int))]
     if both:
         raise contradicted(f"the optimizer of {checkpoint.source} has states under both kinds of key", both)
     found = table.written(checkpoint, keys)
