@@ -14,9 +14,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
@@ -119,50 +116,6 @@ def test_ids_become_the_names_that_fsdp_gives_them_and_ids_again(groups: Any, tm
     assert _keys(again) == _keys(source) and _groups(again) == _groups(source)
 
 
-def test_param_names_are_used_before_the_model_and_named_as_the_source(tmp_path: Path) -> None:
-    model, optimizer = _trained(_named)
-    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    assert "param_names in the groups" in _rekeyed(source, "name").notes[-1].message
-
-
-def test_an_optimizer_alone_needs_to_be_told_the_order(tmp_path: Path) -> None:
-    model, optimizer = _trained(_one_group)
-    source = _open(tmp_path / "o.pt", optimizer.state_dict())
-    with pytest.raises(NeedsInformationError) as error:
-        _rekeyed(source, "name")
-    assert error.value.exit_code == 4
-    for option in ("--reference", "--parameters", "--units"):
-        assert option in error.value.next_step
-    names = [name for name, _ in model.named_parameters()]
-    by_list = _rekeyed(source, "name", parameters=names)
-    assert list(by_list.optim.state) == names
-    reference = _open(tmp_path / "m.pt", model.state_dict())
-    by_reference = _rekeyed(source, "name", reference=reference)
-    assert list(by_reference.optim.state) == names and str(tmp_path / "m.pt") in by_reference.notes[-1].message
-
-
-def test_a_reference_of_another_model_is_refused_and_never_used(tmp_path: Path) -> None:
-    model, optimizer = _trained(_one_group)
-    source = _open(tmp_path / "o.pt", optimizer.state_dict())
-    wide = {
-        name: torch.randn(value.shape[0] + 1, *value.shape[1:])
-        for name, value in model.state_dict().items()
-        if value.ndim
-    }
-    with pytest.raises(SourceCorruptError, match="does not fit"):
-        _rekeyed(source, "name", reference=_open(tmp_path / "m.pt", wide))
-
-
-def test_a_list_in_an_order_other_than_the_models_is_the_optimizers_own_if_all_sizes_fit(tmp_path: Path) -> None:
-    model, optimizer = _trained(_one_group)
-    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    names = [name for name, _ in model.named_parameters()]
-    swapped = [name.replace("layers.0", "?").replace("layers.1", "layers.0").replace("?", "layers.1") for name in names]
-    found = _rekeyed(source, "name", parameters=swapped)
-    assert list(found.optim.state) == swapped
-    assert "from --parameters, in the optimizer's order" in found.notes[-1].message
-
-
 def test_a_tied_weight_of_a_full_file_is_one_parameter_even_as_a_copy(tmp_path: Path) -> None:
     """FSDP1's full files hold tied weights twice, as clones: the order and the shapes tell which name has no id."""
     model, optimizer = _trained(_one_group)
@@ -249,20 +202,6 @@ def test_names_that_fsdp_sorted_get_the_ids_they_had(tmp_path: Path) -> None:
         assert names == [group.get("param_names") for group in listed]
 
 
-def test_buffers_of_a_parameters_shape_are_settled_by_the_option_only(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(4, 5)).sum().backward()
-    optimizer.step()
-    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    with pytest.raises(NeedsInformationError) as error:
-        _rekeyed(source, "name")
-    assert "--buffers" in error.value.next_step and any("running_mean" in line for line in error.value.details)
-    named = _rekeyed(source, "name", buffers=("*.running_*",))
-    assert list(named.optim.state) == [name for name, _ in model.named_parameters()]
-
-
 class Scaled(nn.Module):
     """A parameter without dimensions, as CLIP's ``logit_scale``, before a buffer of floats."""
 
@@ -313,17 +252,6 @@ def test_a_parameter_without_dimensions_and_states_is_one_in_distributed_data_pa
     names = [name for name, _ in named]
     found = _rekeyed(source, "name", **({"parameters": names} if told == "--parameters" else {}))
     assert found.optim.in_groups() == [[f"module.{name}" for name in names]]
-
-
-def test_sorted_keys_of_safetensors_are_no_order(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    model, optimizer = _trained(_one_group)
-    weights = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
-    save_file(weights, tmp_path / "m.safetensors")
-    source = _open(tmp_path / "o.pt", optimizer.state_dict())
-    with pytest.raises(NeedsInformationError, match="for certain"):
-        _rekeyed(source, "name", reference=_open(tmp_path / "m.safetensors"))
 
 
 class Pairs(nn.Module):
@@ -378,45 +306,6 @@ def test_a_dcp_directory_without_planner_data_is_no_order(tmp_path: Path) -> Non
         assert (not opened.origin.keys_in_order) is not certain
         orders = parameter_orders(opened, units=None, reference=None, parameters=None)
         assert [order.ordered for order in orders] == [certain]
-
-
-def _units(model: nn.Module, *, use_orig_params: bool = True) -> Units:
-    params = tuple(Parameter(name, tuple(p.shape), DTYPES["float32"]) for name, p in model.named_parameters())
-    inner = tuple(param for param in params if param.name.startswith("layers.0"))
-    outer = tuple(param for param in params if param not in inner)
-    names = tuple(param.name for param in params)
-    return Units(
-        (Unit("", outer), Unit("layers.0", inner)), use_orig_params, names, shared=(("head.weight", "embed.weight"),)
-    )
-
-
-def test_units_come_first_and_must_agree_with_the_model(tmp_path: Path) -> None:
-    model, optimizer = _trained(_one_group)
-    source = _open(tmp_path / "a.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    named = apply_key_type(source, "name", units=_units(model), reference=None, parameters=None)
-    assert "the units" in named.notes[-1].message
-    assert list(named.optim.state) == [name for name, _ in model.named_parameters()]
-    other = _units(model)
-    swapped = [*other.parameters]
-    at, to = swapped.index("layers.0.norm.weight"), swapped.index("layers.1.norm.weight")
-    swapped[at], swapped[to] = swapped[to], swapped[at]
-    wrong = Units(other.units, other.use_orig_params, tuple(swapped), shared=other.shared)
-    with pytest.raises(SourceCorruptError, match="contradict"):
-        apply_key_type(source, "name", units=wrong, reference=None, parameters=None)
-
-
-def test_groups_of_units_name_what_shapes_cannot(tmp_path: Path) -> None:
-    model, _ = _trained(_one_group)
-    first, second = list(model.layers[0].parameters()), list(model.layers[1].parameters())
-    optimizer = torch.optim.SGD([{"params": second}, {"params": first}], lr=0.1, momentum=0.9)
-    source = _open(tmp_path / "o.pt", optimizer.state_dict())
-    units = _units(model)
-    groups = tuple(tuple(n for n in units.parameters if f"layers.{index}" in n) for index in (1, 0))
-    grouped = Units(units.units, True, units.parameters, shared=units.shared, groups=groups)
-    with pytest.raises(NeedsInformationError):
-        apply_key_type(source, "name", units=units, reference=None, parameters=None)
-    named = apply_key_type(source, "name", units=grouped, reference=None, parameters=None)
-    assert _groups(named) == [list(group) for group in groups]
 
 
 def test_full_names_of_flat_parameters_get_the_ids_that_fsdp_gave_them(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from fsdpckpt.transform.model_positions import by_place, counts_over_model
 from fsdpckpt.transform.order_sources import from_list, from_param_names
 from fsdpckpt.transform.rekey import recounted, to_ids, to_names
 from tests.flat.flat_synthetic import checkpoint, whole
+from tests.ir.checkpoints import with_origin
 from tests.ir.optimizers import with_setting
 from tests.transform.orders import order_of
 
@@ -118,3 +119,13 @@ def test_the_search_finds_the_only_answer_and_never_hides_a_second_one(data: st.
                     every.add(answer)
     found = by_place(numbers, names, optional, fits)
     assert len(found) == min(len(every), 2) and set(found) <= every
+
+
+def test_ids_without_gaps_are_those_of_torch_optim_where_the_known_groups_leave_no_other_way() -> None:
+    held = with_origin(optimizer([[0, 1], [2, 3]]), flavor="lightning")
+    shapes = dict.fromkeys("abcd", (3,))
+    known = order_of(tuple("cabd"), shapes, authoritative=True, groups=(("c", "a"), ("b", "d")), in_model_order=False)
+    assert lists(to_names(held, known, [order_of(tuple("abcd"), shapes)])) == [["c", "a"], ["b", "d"]]
+    with pytest.raises(NeedsInformationError, match="cannot name the 4 optimizer ids") as error:
+        to_names(held, known)
+    assert "--parameters" in str(error.value.next_step)
