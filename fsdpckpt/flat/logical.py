@@ -77,6 +77,8 @@ def _settled(
     """``logical`` for a checkpoint without named sections."""
     if not is_flattened(checkpoint, sources, request):
         return checkpoint
+    if checkpoint.units is None and checkpoint.origin.units_refused and request == NOTHING_GIVEN:
+        return _unnamed(checkpoint, "the units file beside it cannot be used")
     try:
         resolved = _resolved(checkpoint, request, other, sources)
     except NeedsInformationError as error:
@@ -87,6 +89,11 @@ def _settled(
         if request != NOTHING_GIVEN or not listing:
             raise
         return _with_problems(checkpoint, error)
+    return _with_names(checkpoint, resolved, sources, listing=listing)
+
+
+def _with_names(checkpoint: Checkpoint, resolved: ResolvedUnits, sources: Sources, *, listing: bool) -> Checkpoint:
+    """``checkpoint`` with whole tensors in place of slices, whose units are ``resolved``."""
     try:
         named = name_slices(checkpoint, resolved, sources, replicas=not listing)
     except SourceUnsupportedError as error:  # blocks of which no parameter has whole ones

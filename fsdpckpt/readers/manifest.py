@@ -58,7 +58,7 @@ class FoundUnits:
     ambiguous: str = ""
 
     def notes(self) -> list[Note]:
-        notes = [Note("units-unreadable", why, for_verify=True) for why in self.refused]
+        notes = [Note("units-unreadable", why, damage=True) for why in self.refused]
         return [*notes, *([Note("units-ambiguous", self.ambiguous, for_verify=True)] if self.ambiguous else [])]
 
 
@@ -66,7 +66,7 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
     """The units in the units files among ``entries``, the files of one directory; None if there is none.
 
     Equal files count as one; if they differ, none is chosen. A broken file is not used: a checkpoint that needs no
-    units is still read, and one that needs them asks for them.
+    units is still read, and one that needs them is refused (``require_units_beside``).
     """
     files: list[tuple[str, Units]] = []
     refused: list[str] = []
@@ -119,13 +119,18 @@ def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
     checkpoint.origin = replace(checkpoint.origin, units_from=found.path)
     if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
         # Without flat parameters and ids no units are needed, and no choice between them.
-        refused = (*checkpoint.origin.units_refused, *found.refused)
-        checkpoint.origin = replace(checkpoint.origin, units_refused=refused)
-        checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes())
+        _enter_refused(checkpoint, found)
     if found.units is not None:
         what = "what lies in flat parameters" if found.units.flat else "the order of the parameters"
         evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says {what}")
         checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
+
+
+def _enter_refused(checkpoint: Checkpoint, found: FoundUnits) -> None:
+    """Say of ``checkpoint`` which files of units beside it are not used, and why."""
+    refused = (*checkpoint.origin.units_refused, *found.refused)
+    checkpoint.origin = replace(checkpoint.origin, units_refused=refused)
+    checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes())
 
 
 SEAL = ',\n "crc32": "'
@@ -234,7 +239,7 @@ def _with_section_units(checkpoint: Checkpoint, recorded: object, path: str) -> 
             found = _units(entry.get("units"), path)
             units_at[str(entry.get("section")), tuple(keys)] = found.units if found is not None else None
             if found is not None and found.refused:
-                checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes())
+                _enter_refused(checkpoint, found)
     checkpoint.named = tuple(
         replace(named, units=units_at.get((str(named.section), named.path), named.units)) for named in checkpoint.named
     )

@@ -39,6 +39,7 @@ from fsdpckpt.transform.order_sources import BY_USER, listed_param_names
 from fsdpckpt.transform.parameter_order import ParameterOrder, contradictions
 from fsdpckpt.transform.spanning import require_same_members
 from fsdpckpt.transform.stated_orders import parameter_orders
+from fsdpckpt.transform.units_beside import require_units_beside
 
 _KEYS_IN_MESSAGE = 12
 
@@ -68,6 +69,8 @@ def apply_key_type(
     optim = checkpoint.optim
     if optim is None or key_type is None or optim.key_type in (None, key_type):
         return checkpoint
+    if units is None and parameters is None:
+        require_units_beside(checkpoint)
     orders = parameter_orders(
         checkpoint,
         units=units,

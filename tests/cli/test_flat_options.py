@@ -82,7 +82,8 @@ def test_verify_says_what_it_could_not_prove(run: Run, raw: Path) -> None:
     assert "note: optimizer state stays keyed by id" in done.err
     (raw / "units.json").write_text('{"format": "fsdpckpt-units"')
     done = run("verify", raw, "--json")
-    assert any("these units are not used" in note for note in json.loads(done.out)["notes"])
+    assert done.code == 1
+    assert any("these units are not used" in problem["message"] for problem in json.loads(done.out)["problems"])
 
 
 def test_diff_of_slices_without_names_asks_for_units(run: Run, raw: Path) -> None:

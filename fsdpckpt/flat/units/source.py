@@ -37,6 +37,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.transform.listings import model_names, optimizer_names, unwrapped_names
+from fsdpckpt.transform.units_beside import require_units_beside
 
 _SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
 
@@ -67,13 +68,8 @@ def source_units(
         return _given_units(
             checkpoint, beside, checkpoint.origin.units_from or "beside the checkpoint", source_request, sources
         )
-    if beside is None and checkpoint.origin.units_from and request.file is None:
-        raise NeedsInformationError(
-            f"several different units files are beside {checkpoint.source}",
-            details=checkpoint.origin.units_from.split(", "),
-            why="each describes a different model or wrapping, and only one can be this checkpoint's",
-            next_step=f"name the one that belongs to it: {flags.units('FILE')}",
-        )
+    if request.file is None:
+        require_units_beside(checkpoint)
     units = load_units(request.file, sources, request.sections) if request.file is not None else None
     if request.file is None or units is None or not units.flat:
         return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
@@ -167,7 +163,6 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
     lists.append(_recorded_names(checkpoint, request, sources))
     available = [names for names in lists if names is not None]
     if not available:
-        refused = checkpoint.origin.units_refused
         listed = parameter_order(checkpoint)
         what = f"no units file says what each flat parameter of {checkpoint.source} contains"
         if listed:
@@ -178,8 +173,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
             what,
             details=describe_lengths(checkpoint),
             most_shown=5,
-            why="PyTorch does not save names and shapes with them, and "
-            + ("; ".join(refused) or "there is no units file beside the checkpoint"),
+            why="PyTorch does not save names and shapes with them, and there is no units file beside the checkpoint",
             next_step=f"add {flags.reference('PATH')} of a full or sharded checkpoint of this model, or "
             f"{flags.units('FILE')}: save_units writes one in the job, and `fsdpckpt units --config DIR --wrap CLASS` "
             "makes one from the directory of a Hugging Face model",

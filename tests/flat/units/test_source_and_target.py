@@ -189,14 +189,13 @@ def test_a_directory_or_nothing_where_the_units_file_should_be_is_said(tmp_path:
             source_units(raw(), UnitsRequest(file=path), sources)
 
 
-def test_units_beside_the_source_that_cannot_be_read_are_mentioned_when_they_are_missed(sources: Sources) -> None:
+def test_units_beside_the_source_that_cannot_be_read_are_not_replaced_by_others(sources: Sources) -> None:
     source = raw()
     refused = ("run/units.json: cut: these units are not used",)
     source.origin = replace(source.origin, units_refused=refused)
-    with pytest.raises(NeedsInformationError) as caught:
+    with pytest.raises(SourceCorruptError) as caught:
         source_units(source, UnitsRequest(), sources)
-    assert "run/units.json: cut" in str(caught.value.why)
-    assert "there is no units file beside" not in str(caught.value.why)
+    assert caught.value.details == refused
 
 
 @pytest.mark.parametrize("orig", [False, True])
