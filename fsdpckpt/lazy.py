@@ -19,7 +19,8 @@ from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import Box, Boxes, PerRank, Tensor
+from fsdpckpt.ir.placements import PerRank
+from fsdpckpt.ir.tensors import Box, Boxes, Tensor
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.notebook import table
 from fsdpckpt.text import plural, shape_text, size_text, truncate

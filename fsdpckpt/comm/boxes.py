@@ -26,10 +26,11 @@ from fsdpckpt import layouts
 from fsdpckpt.comm.dtensor import DTensor, Placement, Shard, compute_local_shape_and_global_offset
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, StateDictMismatchError, UsageError
-from fsdpckpt.ir import tensors as ir
+from fsdpckpt.ir import placements as ir
 from fsdpckpt.ir.coverage import box_text, flaws
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Sharded, Tensor, contiguous_stride
+from fsdpckpt.ir.placements import Sharded
+from fsdpckpt.ir.tensors import Box, Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.layouts.flattened import flat_boxes
 
 

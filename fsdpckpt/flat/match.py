@@ -21,9 +21,10 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Optimizer, ParamGroup, ParamKey
 from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.placements import OneSlice, Slices
 from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
-from fsdpckpt.ir.tensors import Int64Array, OneSlice, Slices, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, place_units

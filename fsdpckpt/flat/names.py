@@ -15,7 +15,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import FSDP_WRAPPER, WRAPPERS, clean
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.placements import Slices
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units, first_misplaced
 from fsdpckpt.layouts.flattened import is_flat_key
 

@@ -25,8 +25,9 @@ from fsdpckpt.flat.match import FlatMatch
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.placements import Slices
 from fsdpckpt.ir.quantized import quantized_parts
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts.flattened import FILLER, is_flat_key
 from fsdpckpt.storage.sources import Sources
 

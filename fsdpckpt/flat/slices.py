@@ -9,7 +9,8 @@ import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor, distinct
+from fsdpckpt.ir.placements import Slices
+from fsdpckpt.ir.tensors import Int64Array, Tensor, distinct
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key

@@ -34,8 +34,9 @@ from fsdpckpt.ir.optimizer import (
     renumbered,
 )
 from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.placements import Flattened, OneSlice, Slices, Whole
 from fsdpckpt.ir.quantized import Role, StatePart, parts_with, quantized_parts
-from fsdpckpt.ir.tensors import Chunks, Flattened, Int64Array, OneSlice, Slices, Tensor, Whole, contiguous_stride
+from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import FlatLayout, flat_boxes, is_flat_key

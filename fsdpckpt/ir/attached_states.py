@@ -16,9 +16,10 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState, Problem, Sect
 from fsdpckpt.ir.files import path_of
 from fsdpckpt.ir.names import clean, without_module
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.placements import OneSlice, Slices
 from fsdpckpt.ir.sections import model_of
 from fsdpckpt.ir.state_shapes import Shape, ShownShapes, is_part, may_mirror
-from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
+from fsdpckpt.ir.tensors import Tensor
 
 
 def misshapen_states(checkpoint: Checkpoint) -> Iterator[Problem]:

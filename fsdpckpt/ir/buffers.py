@@ -20,7 +20,8 @@ from fsdpckpt.globs import matches_any
 from fsdpckpt.ir.attached_states import param_keys
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Problem, Section
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import PerRank, Tensor
+from fsdpckpt.ir.placements import PerRank
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 
 NO_BUFFERS = ("none",)

@@ -20,7 +20,8 @@ from fsdpckpt.ir.checkpoint import (
     Section,
 )
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.tensors import Boxes, Int64Array, PerRank, Sharded, Tensor, first_equal
+from fsdpckpt.ir.placements import PerRank, Sharded
+from fsdpckpt.ir.tensors import Boxes, Int64Array, Tensor, first_equal
 from fsdpckpt.ir.values import Value
 
 

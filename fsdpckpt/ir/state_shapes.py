@@ -23,8 +23,9 @@ from math import prod
 from typing import TypeAlias
 
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.placements import OneSlice, Slices
 from fsdpckpt.ir.quantized import ShownShape, shown_shapes
-from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 
 Shape: TypeAlias = tuple[int, ...]

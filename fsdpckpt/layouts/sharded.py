@@ -37,18 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdpckpt.errors import InternalError
-from fsdpckpt.ir.tensors import (
-    Box,
-    Int64Array,
-    MeshShape,
-    Placement,
-    Replicate,
-    Shard,
-    Sharding,
-    StridedShard,
-    Tensor,
-    first_equal,
-)
+from fsdpckpt.ir.placements import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
+from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, first_equal
 
 _Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one after the other in the local tensor
 

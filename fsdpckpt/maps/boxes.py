@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Sharded, Tensor, TensorCut, contiguous_stride
+from fsdpckpt.ir.placements import Sharded, TensorCut
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor, contiguous_stride
 
 
 class Rows(NamedTuple):

@@ -18,7 +18,8 @@ from fsdpckpt.formats.torch.distributed import BoxInFile
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, ModelState, Problem, Section
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.tensors import Int64Array, Slices, Tensor, Whole, contiguous_stride
+from fsdpckpt.ir.placements import Slices, Whole
+from fsdpckpt.ir.tensors import Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer

@@ -22,7 +22,8 @@ from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import OwnValue, ParamKey
-from fsdpckpt.ir.tensors import Chunks, Flattened, Tensor
+from fsdpckpt.ir.placements import Flattened
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, find_value, replaced, without
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import dotted

@@ -14,7 +14,8 @@ from fsdpckpt.ir.model_config import (
     adapter_disagreements,
     certain_disagreements,
 )
-from fsdpckpt.ir.tensors import OneSlice, Slices, Tensor
+from fsdpckpt.ir.placements import OneSlice, Slices
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
 
 HUGGING_FACE_WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)(\.safetensors|\.bin)(\.index\.json)?")

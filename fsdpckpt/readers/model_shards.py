@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from fsdpckpt.formats.torch.distributed import BoxInFile, Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.tensors import Box, Flattened
+from fsdpckpt.ir.placements import Flattened
+from fsdpckpt.ir.tensors import Box
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -23,7 +23,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Evidence, Layout, Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Inline, Stored, paths_in
 from fsdpckpt.ir.optimizer import ParamKey
-from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Shard, Sharded, Tensor, Whole
+from fsdpckpt.ir.placements import Shard, Sharded, Whole
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage import Entry

@@ -12,7 +12,8 @@ from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean, keeps_order, revisits_a_module, sorted_by_a_tool
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.tensors import Slices, Tensor, contiguous_stride
+from fsdpckpt.ir.placements import Slices
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import is_flat_key

@@ -11,7 +11,8 @@ from typing import TypeVar
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
+from fsdpckpt.ir.placements import MeshShape, Replicate, Sharding
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, leaf_tensors, with_tensors
 from fsdpckpt.text import plural
 

@@ -16,8 +16,9 @@ from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.globs import matches
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.placements import MeshShape, Replicate, Sharding
 from fsdpckpt.ir.quantized import shown_shapes
-from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharding, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts import is_cut_unevenly, on_dimensions, on_mesh
 from fsdpckpt.text import first_lines, plural, shape_text, some_of
 from fsdpckpt.transform.meshes import mesh_options, shard_dimension, whole_of

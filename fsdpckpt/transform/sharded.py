@@ -20,9 +20,10 @@ from fsdpckpt.ir.bitsandbytes import BITSANDBYTES
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.placements import Shard, Sharding
 from fsdpckpt.ir.quantized import Role, part_name, parts_with, quantized_parts, shown_shapes
 from fsdpckpt.ir.rows import undetermined
-from fsdpckpt.ir.tensors import Shard, Sharding, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.torchao import CODES, SCALE, TORCHAO, Blocks, blocks_of
 from fsdpckpt.ir.values import Value, with_tensors
 from fsdpckpt.layouts import mesh_box, row_sharding

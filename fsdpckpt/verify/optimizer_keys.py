@@ -18,8 +18,9 @@ from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.placements import Slices
 from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.transform.assignment import in_any_order
 from fsdpckpt.transform.id_order import listed_order

@@ -20,17 +20,9 @@ from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.formats.pickle.opcodes import flag, integer, integers, list_of, tuple_of
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.placements import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
 from fsdpckpt.ir.quantized import Blockwise
-from fsdpckpt.ir.tensors import (
-    MeshShape,
-    Placement,
-    Replicate,
-    Shard,
-    Sharding,
-    StridedShard,
-    Tensor,
-    contiguous_stride,
-)
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.layouts import emptied, emptied_dimension, mesh_box, shard_order_of
 from fsdpckpt.producers import MeshForm
 from fsdpckpt.writers.rank_pickle import BUILD, NEW, RankPickle

@@ -14,8 +14,9 @@ from typing import Protocol
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Note, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.placements import MeshShape, Sharding
 from fsdpckpt.ir.targets import Target
-from fsdpckpt.ir.tensors import MeshShape, Sharding, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.layouts import row_sharding
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm

@@ -18,9 +18,10 @@ from fsdpckpt.formats.pickle.opcodes import StorageView, flag, integer, list_of
 from fsdpckpt.formats.pickle.write import PickleWriter
 from fsdpckpt.formats.zip_write import CastBox, Records, TorchZip
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.placements import Sharding
 from fsdpckpt.ir.quantized import Blockwise
 from fsdpckpt.ir.targets import TargetFile, WrittenTensor
-from fsdpckpt.ir.tensors import Box, Sharding, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Box, Tensor, contiguous_stride
 from fsdpckpt.ir.torchao import CODES, TORCHAO
 from fsdpckpt.layouts import mesh_box, row_sharding
 

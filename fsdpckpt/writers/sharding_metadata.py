@@ -16,18 +16,10 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.placements import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
 from fsdpckpt.ir.sections import optimizer_dict
 from fsdpckpt.ir.targets import TargetFile
-from fsdpckpt.ir.tensors import (
-    MeshShape,
-    Placement,
-    Replicate,
-    Shard,
-    Sharding,
-    StridedShard,
-    Tensor,
-    contiguous_stride,
-)
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, walk
 from fsdpckpt.producers import SectionPath
 from fsdpckpt.producers.torch_checkpointing import METADATA, OF_DTENSOR, VERSION

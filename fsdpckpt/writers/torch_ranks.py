@@ -24,9 +24,10 @@ from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.formats.pickle.opcodes import integer
 from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
+from fsdpckpt.ir.placements import Replicate, Shard, Sharding
 from fsdpckpt.ir.sections import optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
-from fsdpckpt.ir.tensors import Int64Array, Replicate, Shard, Sharding, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts import mesh_box, row_sharding
 from fsdpckpt.options import TensorForm

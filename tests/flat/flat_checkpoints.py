@@ -12,7 +12,8 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
+from fsdpckpt.ir.placements import Shard, Sharded, Slices
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Unit, Units
 
 FLOAT = DTYPES["float32"]

@@ -13,7 +13,8 @@ from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Slices, Tensor
+from fsdpckpt.ir.placements import Shard, Sharded, Slices
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.layouts.flattened import layout_of

@@ -11,7 +11,8 @@ from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.tensors import Chunks, OneSlice, Tensor
+from fsdpckpt.ir.placements import OneSlice
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import (

@@ -16,7 +16,8 @@ from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor
+from fsdpckpt.ir.placements import OneSlice, Slices
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Key, Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of

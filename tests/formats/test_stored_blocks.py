@@ -12,17 +12,9 @@ from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped
 from fsdpckpt.formats.torch.torchao import stored_blocks
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Origin
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.placements import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.ir.quantized import split_state
-from fsdpckpt.ir.tensors import (
-    Chunks,
-    MeshShape,
-    Placement,
-    Replicate,
-    Shard,
-    Sharding,
-    Tensor,
-    contiguous_stride,
-)
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.torchao import CODES, QMAP, SCALE
 from fsdpckpt.ir.values import Global
 from fsdpckpt.transform.sharded import refuse_casts, refuse_in_blocks, require_whole_blocks

@@ -26,7 +26,8 @@ from fsdpckpt.formats.torch.distributed import Cut, DistributedParser
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, Mesh, MeshParser
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Shard, Tensor
+from fsdpckpt.ir.placements import Shard
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.storage.local import MemoryFile
 from tests.formats.torch_saves import any_values, loaded, rewritten, same, saved

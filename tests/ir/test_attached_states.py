@@ -16,8 +16,9 @@ from fsdpckpt.ir.attached_states import misshapen_states
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Origin, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.placements import OneSlice, Slices, Whole
 from fsdpckpt.ir.state_shapes import may_mirror
-from fsdpckpt.ir.tensors import Chunks, OneSlice, Slices, Tensor, Whole
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value
 from tests.ir.checkpoints import with_origin
 

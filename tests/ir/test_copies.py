@@ -17,7 +17,8 @@ from fsdpckpt.ir.copies import CopiesJudge, unsummed_copies
 from fsdpckpt.ir.copies import differing_copies as copies_judged
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.tensors import Chunks, Sharded, Tensor
+from fsdpckpt.ir.placements import Sharded
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from tests.flat.flat_synthetic import checkpoint, replicas, slices
 from tests.ir.checkpoints import with_origin
 

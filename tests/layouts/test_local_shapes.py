@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fsdpckpt.ir.tensors import MeshShape, Sharding, contiguous_stride
+from fsdpckpt.ir.placements import MeshShape, Sharding
+from fsdpckpt.ir.tensors import contiguous_stride
 from fsdpckpt.layouts import as_fully_shard, last_cuts_of_empty, local_sizes, mesh_box
 from tests.layouts.test_sharded import ours
 from tests.readers.played_ranks import as_rank

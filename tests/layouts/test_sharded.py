@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, _utils, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdpckpt.ir import tensors as ir
+from fsdpckpt.ir import placements as ir
 from fsdpckpt.ir.tensors import Box
 from fsdpckpt.layouts import (
     LocalBox,

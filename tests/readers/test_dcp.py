@@ -35,7 +35,8 @@ from fsdpckpt.errors import (
     SourceUnsupportedError,
 )
 from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.ir.tensors import OneSlice, Tensor
+from fsdpckpt.ir.placements import OneSlice
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.text import plural

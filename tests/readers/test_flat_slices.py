@@ -18,7 +18,8 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
 from fsdpckpt.ir.optimizer import Optimizer, RankMembers
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.placements import Slices
+from fsdpckpt.ir.tensors import Tensor
 from tests.readers.contents import Held, held, opened, raw
 from tests.readers.played_ranks import as_rank
 

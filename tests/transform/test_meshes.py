@@ -14,7 +14,7 @@ from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
 from fsdpckpt.ir.checkpoint import ModelState
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.tensors import MeshShape, Replicate, Shard, Sharding
+from fsdpckpt.ir.placements import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.meshes import find_resized, resized, source_meshes, whole_of
 from fsdpckpt.transform.placements import AsSource, PlacementRule, Rules, TargetMesh, apply_placements

@@ -9,7 +9,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Mod
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.tensors import Chunks, Slices, Tensor, Whole
+from fsdpckpt.ir.placements import Slices, Whole
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.transform.order_sources import from_model, from_units
 from tests.transform.orders import order_of

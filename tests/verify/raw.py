@@ -12,7 +12,8 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, Mod
 from fsdpckpt.ir.dtypes import DTYPES, DType, numpy_dtype
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor, Whole, contiguous_stride
+from fsdpckpt.ir.placements import Shard, Sharded, Whole
+from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

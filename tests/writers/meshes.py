@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdpckpt.ir import tensors as ir
-from fsdpckpt.ir.tensors import MeshShape, Sharding
+from fsdpckpt.ir import placements as ir
+from fsdpckpt.ir.placements import MeshShape, Sharding
 from tests.writers.source import same
 
 __all__ = [

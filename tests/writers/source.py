@@ -11,7 +11,8 @@ import torch
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
+from fsdpckpt.ir.placements import Shard, Sharded
+from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

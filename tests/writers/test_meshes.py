@@ -19,7 +19,7 @@ from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.tensors import Shard, StridedShard
+from fsdpckpt.ir.placements import Shard, StridedShard
 from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import WriteSpec, torch_ranks

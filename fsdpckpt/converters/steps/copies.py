@@ -13,7 +13,8 @@ from fsdpckpt.ir.buffers import known_buffers, trained_keys, undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem
 from fsdpckpt.ir.copies import CopiesJudge, DifferentCopies, Meaning, differing_copies, unsummed_copies
 from fsdpckpt.ir.fatal import fatal
-from fsdpckpt.ir.tensors import PerRank, Tensor, Whole
+from fsdpckpt.ir.placements import PerRank, Whole
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.selection import KEYS_IN_MESSAGE

@@ -13,16 +13,8 @@ from fsdpckpt.converters.target.mesh_options import EXAMPLE_MESH, parse_meshes, 
 from fsdpckpt.errors import NeedsInformationError, UsageError, of_option
 from fsdpckpt.ir import Container, Layout, Strategy
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.tensors import (
-    MeshShape,
-    Replicate,
-    Shard,
-    Sharded,
-    Sharding,
-    StridedShard,
-    Tensor,
-    placements_text,
-)
+from fsdpckpt.ir.placements import MeshShape, Replicate, Shard, Sharded, Sharding, StridedShard, placements_text
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts import on_dimensions, row_sharding
 from fsdpckpt.options import ConvertOptions, TensorForm
 from fsdpckpt.producers import MeshForm

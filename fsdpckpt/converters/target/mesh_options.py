@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnrecognisedError, UsageError, of_option
 from fsdpckpt.formats.torch.mesh import MAX_RANKS
-from fsdpckpt.ir.tensors import MeshShape, Placement, Replicate, Shard, Sharding
+from fsdpckpt.ir.placements import MeshShape, Placement, Replicate, Shard, Sharding
 from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural

@@ -23,8 +23,9 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.placements import Flattened, Slices
 from fsdpckpt.ir.quantized import Role, parts_with, quantized_parts
-from fsdpckpt.ir.tensors import Flattened, Slices, Tensor
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Value
 from fsdpckpt.layouts.flattened import FlatPart, PlacedUnit

@@ -28,7 +28,8 @@ from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.placements import Slices
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Units
 from fsdpckpt.layouts.flattened import is_flat_key, place_units
 from fsdpckpt.text import some_of

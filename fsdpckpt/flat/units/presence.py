@@ -8,7 +8,8 @@ from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.slices import is_sliced
 from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
-from fsdpckpt.ir.tensors import Slices, Tensor
+from fsdpckpt.ir.placements import Slices
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.storage.sources import Sources
 

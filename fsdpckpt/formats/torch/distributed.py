@@ -28,8 +28,7 @@ from fsdpckpt.formats.torch.mesh import (
 from fsdpckpt.formats.torch.tensors import StoredTensor, Wrapped, size_of
 from fsdpckpt.formats.torch.torchao import StoredBlocks, stored_blocks
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.tensors import (
-    Box,
+from fsdpckpt.ir.placements import (
     MeshShape,
     Placement,
     Replicate,
@@ -38,9 +37,9 @@ from fsdpckpt.ir.tensors import (
     Sharding,
     StridedShard,
     TensorCut,
-    contiguous_stride,
     placements_text,
 )
+from fsdpckpt.ir.tensors import Box, contiguous_stride
 from fsdpckpt.ir.torchao import CODES, QMAP, SCALE, Blocks, is_blockwise
 from fsdpckpt.layouts import (
     LocalBox,

@@ -22,16 +22,8 @@ from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import ChecksumRow, load_torch, notes_on_defaultdicts
 from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
 from fsdpckpt.ir.files import stored_by_number
-from fsdpckpt.ir.tensors import (
-    Boxes,
-    Chunks,
-    Int64Array,
-    MeshShape,
-    Shard,
-    Tensor,
-    contiguous_stride,
-    distinct,
-)
+from fsdpckpt.ir.placements import MeshShape, Shard
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor, contiguous_stride, distinct
 from fsdpckpt.ir.values import Value, leaf_tensors
 from fsdpckpt.layouts import as_fully_shard, mesh_box
 from fsdpckpt.readers.dcp.directory import DcpDirectory

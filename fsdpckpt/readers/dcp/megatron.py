@@ -30,7 +30,8 @@ import numpy as np
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Chunks, Shard, Sharded, Tensor
+from fsdpckpt.ir.placements import Shard, Sharded
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies
 from fsdpckpt.readers.protocol import Claim, FileTable, Locate, Part, PartContents, ReadOptions, claim_latest

@@ -20,7 +20,8 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.dcp import DcpMetadata, PathElement
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Problem, ProblemKind, Section
-from fsdpckpt.ir.tensors import Boxes, Chunks, OneSlice, Tensor, contiguous_strides
+from fsdpckpt.ir.placements import OneSlice
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_strides
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise

@@ -20,7 +20,7 @@ from fsdpckpt.formats.pickle import load
 from fsdpckpt.formats.pickle.check import check_size
 from fsdpckpt.formats.torch.mesh import MAX_RANKS, as_int_tuple
 from fsdpckpt.ir.dtypes import DTYPES, DType
-from fsdpckpt.ir.tensors import Placement, Replicate, Shard, StridedShard
+from fsdpckpt.ir.placements import Placement, Replicate, Shard, StridedShard
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.producers.torch_checkpointing import OF_DTENSOR, VERSION, default_file
 from fsdpckpt.storage import Entry

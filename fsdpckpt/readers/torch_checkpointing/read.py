@@ -21,7 +21,8 @@ from fsdpckpt.formats.torch.mesh import Mesh, nesting_of
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir import Section
 from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind, Layout, Problem
-from fsdpckpt.ir.tensors import MeshShape, Replicate, Sharded, Tensor, contiguous_stride
+from fsdpckpt.ir.placements import MeshShape, Replicate, Sharded
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal, find_value
 from fsdpckpt.producers.torch_checkpointing import METADATA
 from fsdpckpt.readers.protocol import FileTable, PartContents, dotted

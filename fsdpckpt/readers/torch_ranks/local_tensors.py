@@ -22,9 +22,10 @@ import numpy.typing as npt
 from fsdpckpt.ir.attached_states import param_keys
 from fsdpckpt.ir.checkpoint import Container, Layout, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
+from fsdpckpt.ir.placements import PerRank, Sharded, Whole
 from fsdpckpt.ir.quantized import shown_shapes
 from fsdpckpt.ir.state_shapes import mirrors
-from fsdpckpt.ir.tensors import Chunks, PerRank, Sharded, Tensor, Whole
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.protocol import PartContents
 from fsdpckpt.readers.sections import Sections

@@ -24,8 +24,9 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.bitsandbytes import BITSANDBYTES, may_be_codes, unwrapped
 from fsdpckpt.ir.checkpoint import Layout, Problem, Section
 from fsdpckpt.ir.coverage import flaws
+from fsdpckpt.ir.placements import Replicate, Sharded, Slices
 from fsdpckpt.ir.quantized import quantized_parts, states_in_blocks
-from fsdpckpt.ir.tensors import Boxes, Chunks, Replicate, Sharded, Slices, Tensor
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
 from fsdpckpt.ir.torchao import Blocks, blocks_of
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key

@@ -10,7 +10,7 @@ import torch
 
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.tensors import Flattened
+from fsdpckpt.ir.placements import Flattened
 from fsdpckpt.ir.units import Strategy
 from tests.flat.flat_source import ORDER, Model, loaded, param, units, written
 
