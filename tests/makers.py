@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 __all__ = [
-    "GOLDEN", "Change", "Make", "add", "add_copy", "copied", "cut", "dcp_of", "edit", "files", "lose", "move", "put",
-    "swap", "write",
+    "GOLDEN", "Change", "Make", "add", "add_copy", "copied", "cut", "dcp_of", "edit", "files", "lose", "move", "packed",
+    "put", "swap", "write",
 ]  # fmt: skip
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -42,6 +43,20 @@ def copied(source: Path | Callable[[], Path], *changes: Change, given: str = "")
         path = source if isinstance(source, Path) else source()
         shutil.copytree(path, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("truth*"))
         return _changed(directory, changes, given)
+
+    return make
+
+
+def packed(archive: Path, top: str = "", *changes: Change, given: str = "") -> Make:
+    """What an archive has below ``top``, without its truth, changed."""
+
+    def make(directory: Path) -> Path:
+        inside = directory / top
+        with tarfile.open(archive) as opened:
+            opened.extractall(directory, filter="data")
+        for truth in directory.glob("**/truth*"):
+            truth.unlink()
+        return _changed(inside, changes, given)
 
     return make
 

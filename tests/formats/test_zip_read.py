@@ -9,11 +9,10 @@ import zipfile
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
+from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.formats.zip import read_directory
 from fsdpckpt.storage.local import LocalFile, MemoryFile
 from tests.formats.torch_saves import any_values, rewritten, saved
@@ -111,15 +110,8 @@ def test_truncation_anywhere_is_refused(whole: bytes) -> None:
         with pytest.raises(SourceCorruptError) as error:
             read_directory(MemoryFile(whole[:length], "cut.pt"))
         assert error.value.file == "cut.pt"
-
-
-def test_a_truncated_file_says_so() -> None:
-    with pytest.raises(SourceCorruptError, match="the zip end record is missing") as error:
-        read_directory(MemoryFile(saved(VALUE)[:-30]))
-    assert "truncated" in str(error.value)
-
-
-def test_an_empty_file_says_so() -> None:
+    with pytest.raises(SourceCorruptError, match=r"the zip end record is missing[^$]*truncated"):
+        read_directory(MemoryFile(whole[:-100]))
     with pytest.raises(SourceCorruptError, match="empty"):
         read_directory(MemoryFile(b""))
 
@@ -209,20 +201,3 @@ def test_a_tar_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_something_else_is_not_recognised() -> None:
     with pytest.raises(SourceUnrecognisedError, match=r"torch.save"):
         read_directory(MemoryFile(b"\x89HDF\r\n" * 100))
-
-
-def test_random_damage_is_never_another_kind_of_error() -> None:
-    generator = np.random.default_rng(3)
-    whole = saved(VALUE)
-    alone = read_directory(MemoryFile(whole))
-    for _ in range(1500):
-        damaged = bytearray(whole)
-        for at in generator.integers(0, len(whole), 2):
-            damaged[at] = generator.integers(0, 256)
-        try:
-            records = read_directory(MemoryFile(bytes(damaged)))
-        except SourceError:
-            continue
-        for record in records.values():
-            assert 0 <= record.offset <= record.offset + record.nbytes <= len(whole)
-    assert read_directory(MemoryFile(whole)) == alone

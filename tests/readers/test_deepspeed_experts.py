@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from tests.makers import Change, Make, add_copy, copied, edit, files, lose, packed, put
 from tests.readers.contents import opened
-from tests.readers.junk import refusals
 from tests.readers.test_deepspeed import GOLDEN
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
 
 NAMES = ["experts", "experts-data-first"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -63,77 +62,31 @@ def test_every_value_is_what_the_ranks_had_in_memory(name: str, runs: Path, tmp_
     assert {key for key in state["model"] if key not in elements} == {"mask", "head.bias"}
 
 
-@each
-def test_verify_and_the_way_through_dcp_find_the_same_values(name: str, runs: Path, tmp_path: Path) -> None:
-    assert not fsdpckpt.verify(str(runs / name)).problems
-    fsdpckpt.convert(str(runs / name), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=3)
-    assert fsdpckpt.diff(str(runs / name), str(tmp_path / "dcp")).same
-    found = opened(runs / name)
-    assert all(file.fate == "read" for file in found.ledger.account.files)
-    assert any("2 data-parallel ranks of 2 expert-parallel ranks" in each.message for each in found.ledger.evidence)
+def test_inspect_says_of_which_ranks_it_is(runs: Path) -> None:
+    evidence = [each.message for each in opened(runs / "experts").ledger.evidence]
+    assert any("2 data-parallel ranks of 2 expert-parallel ranks" in message for message in evidence)
 
 
-def test_experts_and_ranks_that_are_missing_are_named(runs: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(runs / "experts", tmp_path / "run") / STEP
-    (copied / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(SourceIncompleteError, match="files of 1 expert are missing") as error:
-        opened(copied)
-    assert error.value.details == ("layers.1.deepspeed_moe.experts.deepspeed_experts.2",)
-    for file in copied.glob("layer_*"):
-        file.unlink()
-    with pytest.raises(SourceIncompleteError, match="files of its experts are missing"):
-        opened(copied)
-    shutil.copytree(runs / "experts" / STEP, copied, dirs_exist_ok=True)
-    (copied / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(SourceIncompleteError, match="pp_rank_2"):
-        opened(copied)
-
-
-def change(path: Path, edit: Callable[[Any], object]) -> None:
-    content = torch.load(path, weights_only=False)
-    edit(content)
-    torch.save(content, path)
-
-
-def of_groups(edit: Callable[[list[dict[str, Any]]], object]) -> Callable[[Any], object]:
-    return lambda content: edit(content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"])
-
-
-@pytest.mark.parametrize(
-    ("edit", "found"),
-    [
-        (of_groups(lambda groups: groups[1].update(name="mine")), "a group 'mine'"),
-        (of_groups(lambda groups: groups[1].update(moe=False)), "experts in a group without moe"),
-        (of_groups(lambda groups: groups[0].update(moe=True, name="ep_size_2")), "others in a group with moe"),
-    ],
-)
-def test_groups_that_do_not_say_which_experts_they_are_of_are_refused(
-    edit: Callable[[Any], object], found: str, tmp_path: Path
-) -> None:
+def test_the_values_of_a_step_of_plain_values_alone_fit_together(tmp_path: Path) -> None:
     step = plain_step(tmp_path)
-    for file in step.glob("*optim_states.pt"):
-        change(file, edit)
-    with pytest.raises(SourceUnsupportedError, match="files of experts") as error:
-        opened(step)
-    assert error.value.found == found
+    assert opened(step).problems == () and not fsdpckpt.verify(str(step)).problems
 
 
 def plain_step(directory: Path) -> Path:
     """A step of 4 ranks with plain values alone: one layer of two experts, one of them on each rank."""
-    prefix = "moe.deepspeed_moe.experts.deepspeed_experts."
-    whole = {"w": torch.randn(5), **{f"{prefix}{expert}.a": torch.randn(3) for expert in range(2)}}
-    local = [{f"{prefix}0.a": whole[f"{prefix}{expert}.a"]} for expert in range(2)]
-    shapes = [{"w": torch.Size([5])}, {f"{prefix}0.a": torch.Size([3])}]
+    whole = {"w": torch.randn(5), **{f"{PREFIX}{expert}.a": torch.randn(3) for expert in range(2)}}
+    local = [{f"{PREFIX}0.a": whole[f"{PREFIX}{expert}.a"]} for expert in range(2)]
+    shapes = [{"w": torch.Size([5])}, {f"{PREFIX}0.a": torch.Size([3])}]
     module = {"module": {"w": whole["w"], "mask": torch.ones(2)}, "param_shapes": shapes, "buffer_names": ["mask"]}
     step = directory / "step"
     step.mkdir()
     torch.save({**module, "dp_world_size": 4, "mp_world_size": 1}, step / "mp_rank_00_model_states.pt")
     for expert in range(2):
-        entries = {f"{prefix}{expert}.a": whole[f"{prefix}{expert}.a"]}
+        entries = {f"{PREFIX}{expert}.a": whole[f"{PREFIX}{expert}.a"]}
         torch.save(entries, step / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
     padded = torch.cat([whole["w"], torch.zeros(3)])
     for rank in range(4):
-        of_expert = torch.cat([local[rank % 2][f"{prefix}0.a"], torch.zeros(1)])[rank // 2 * 2 :][:2]
+        of_expert = torch.cat([local[rank % 2][f"{PREFIX}0.a"], torch.zeros(1)])[rank // 2 * 2 :][:2]
         parts = [padded[rank * 2 : rank * 2 + 2].clone(), of_expert.clone()]
         groups = [{"params": [0], "name": "all"}, {"params": [1], "name": "ep_size_2", "moe": True}]
         base = {"state": {number: {"exp_avg": part} for number, part in enumerate(parts)}, "param_groups": groups}
@@ -142,85 +95,96 @@ def plain_step(directory: Path) -> Path:
     return step
 
 
-def test_files_that_contradict_each_other_are_corrupt(tmp_path: Path) -> None:
-    step = plain_step(tmp_path)
-    assert opened(step).problems == () and not fsdpckpt.verify(str(step)).problems
-    file = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
-    kept = file.read_bytes()
-    change(file, lambda content: content.update({next(iter(content)): torch.zeros(4)}))
-    with pytest.raises(SourceCorruptError, match="another shape than in param_shapes"):
-        opened(step)
-    shutil.copy(step / "layer_0_expert_0_mp_rank_00_model_states.pt", file)
-    with pytest.raises(SourceCorruptError, match="not of expert 1"):
-        opened(step)
-    file.write_bytes(kept)
-    change(file, lambda content: content.update({"moe.deepspeed_moe.experts.deepspeed_experts.7.a": torch.zeros(3)}))
-    with pytest.raises(SourceCorruptError, match="not of expert 1"):
-        opened(step)
-    torch.save({"moe.deepspeed_moe.experts.deepspeed_experts.7.a": torch.zeros(3)}, file.with_name(
-        "layer_0_expert_7_mp_rank_00_model_states.pt"))  # fmt: skip
-    file.write_bytes(kept)
-    with pytest.raises(SourceCorruptError, match="of an expert that no rank trains"):
-        opened(step)
+def run(*changes: Change) -> Make:
+    """A maker of a step that DeepSpeed saved, changed."""
+    return packed(GOLDEN / "experts.tar.xz", f"experts/{STEP}", *changes)
 
 
-def test_experts_beside_other_kinds_of_parallelism_are_refused(tmp_path: Path) -> None:
-    step = plain_step(tmp_path)
-    shutil.copy(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
-    with pytest.raises(SourceUnsupportedError, match="files of experts") as error:
-        opened(step)
-    assert error.value.found == "other model-parallel ranks, too"
+def plain(*changes: Change) -> Make:
+    """A maker of ``plain_step``, changed."""
+
+    def make(directory: Path) -> Path:
+        step = plain_step(directory)
+        for change in changes:
+            change(step)
+        return step
+
+    return make
 
 
-def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
-    step = plain_step(tmp_path)
-    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    states = torch.load(step / name)["optimizer_state_dict"]
-    base = {**states["base_optimizer_state"], "state": {}}
-    assert refusals({name: {"optimizer_state_dict": {**states, "base_optimizer_state": base}}}, step, seed=3) > 40
+def group(number: int, **settings: Any) -> Change:
+    """A param group of every rank has other settings."""
+
+    def change(content: Any) -> None:
+        content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][number].update(settings)
+
+    return edit("*optim_states.pt", change)
 
 
-def test_without_zero_the_weights_are_read_and_the_optimizer_is_refused(tmp_path: Path) -> None:
+def without_zero(*experts: int) -> Make:
     """As DeepSpeed 0.19 saves it (run with the library): ids in each expert-parallel rank's own order."""
-    prefix = "moe.deepspeed_moe.experts.deepspeed_experts."
-    weights = {"w": torch.randn(5), **{f"{prefix}{expert}.a": torch.randn(3) for expert in range(2)}}
-    optimizer = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
-    module = {"module": {"w": weights["w"], "mask": torch.ones(2)}, "optimizer": optimizer, "num_experts": [2]}
-    step = tmp_path / "step"
-    step.mkdir()
-    torch.save({**module, "param_shapes": None, "buffer_names": ["mask"]}, step / "mp_rank_00_model_states.pt")
-    for rank in range(2):
-        name = f"{prefix}{rank}.a"
-        torch.save({name: weights[name]}, step / f"layer_0_expert_{rank}_mp_rank_00_model_states.pt")
-        torch.save({"optimizer": optimizer}, step / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return files(lambda: files_without_zero(experts))
+
+
+MODULE, EXPERT_FILE = "mp_rank_00_model_states.pt", "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+PREFIX = "moe.deepspeed_moe.experts.deepspeed_experts."
+FIRST, SECOND, EIGHTH = (EXPERT_FILE.format(0, expert) for expert in (0, 1, 7))
+OF_EIGHTH = {f"{PREFIX}7.a": torch.zeros(3)}
+MODULE_1 = "mp_rank_01_model_states.pt"
+REFUSALS = (
+    incomplete(
+        "an expert is missing",
+        run(lose(EXPERT_FILE.format(1, 2))),
+        "files of 1 expert are missing\n  - layers.1.deepspeed_moe.experts.deepspeed_experts.2\n",
+    ),
+    incomplete("all experts are missing", run(lose("layer_*")), "files of its experts are missing"),
+    incomplete("a rank is missing", run(lose("bf16_zero_pp_rank_2_*")), "pp_rank_2"),
+    unsupported("a group of another name", plain(group(1, name="mine")), "files of experts", "found a group 'mine'"),
+    unsupported("a group without moe", plain(group(1, moe=False)), "found experts in a group without moe"),
+    unsupported("moe of all", plain(group(0, moe=True, name="ep_size_2")), "found others in a group with moe"),
+    unsupported("tensor parallelism too", plain(add_copy(MODULE, MODULE_1)), "found other model-parallel ranks, too"),
+    corrupt("a shape that param_shapes has not", plain(put(SECOND, {f"{PREFIX}1.a": torch.zeros(4)})),
+            "another shape than in param_shapes"),
+    corrupt("the file of another expert", plain(add_copy(FIRST, SECOND)), "not of expert 1"),
+    corrupt("a weight of another expert", plain(edit(SECOND, lambda held: held.update(OF_EIGHTH))), "not of expert 1"),
+    corrupt("an expert too many", plain(put(EIGHTH, OF_EIGHTH)), "of an expert that no rank trains"),
+    corrupt("an expert too many without ZeRO", without_zero(0, 1, 2),
+            "expert_2_", "it is of an expert that is not in num_experts=[2]"),
+    incomplete("an expert is missing without ZeRO", without_zero(0), "files of 1 expert are missing"),
+    corrupt("an optimizer without ZeRO", without_zero(0, 1), "ZeRO 1 saves their names"),
+    # Without any of the ranks' files the optimizer and the float32 weights are gone, and nothing else shows it.
+    incomplete("no rank's file", run(lose("*_optim_states.pt")), "has no *_optim_states.pt: DeepSpeed's ZeRO"),
+    incomplete("no rank's file without experts", copied(GOLDEN / "zero1-bf16" / STEP, lose("*_optim_states.pt")),
+               "has no *_optim_states.pt: DeepSpeed's ZeRO"),
+)  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)
+
+
+@pytest.mark.parametrize("make", [run(lose("*_optim_states.pt")), without_zero(0, 1)], ids=["zero", "without-zero"])
+def test_the_weights_are_read_where_the_optimizer_is_refused_and_verify_names_one_problem(
+    make: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "step").mkdir()
+    step = make(tmp_path / "step") or tmp_path
     (problem,) = fsdpckpt.verify(str(step)).problems
-    assert "ZeRO 1 saves their names" in problem.message
-    with pytest.raises(FsdpckptError, match="ZeRO 1 saves their names"):
-        fsdpckpt.convert(str(step), str(tmp_path / "full.pt"))
-    fsdpckpt.convert(str(step), str(tmp_path / "model.pt"), only="model")
+    assert problem.kind == "missing-section" or "ZeRO 1 saves their names" in problem.message
+    report = fsdpckpt.convert(str(step), str(tmp_path / "model.pt"), only="model")
     written = torch.load(tmp_path / "model.pt")
-    assert set(written) == {*weights, "mask"}
-    assert all(torch.equal(written[name], value) for name, value in weights.items())
-    stale = step / "layer_0_expert_2_mp_rank_00_model_states.pt"
-    torch.save({f"{prefix}2.a": torch.randn(3)}, stale)
-    with pytest.raises(SourceCorruptError, match=r"expert_2_.* it is of an expert that is not in num_experts=\[2\]"):
-        opened(step)
-    stale.unlink()
-    (step / "layer_0_expert_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(SourceIncompleteError, match="files of 1 expert are missing"):
-        opened(step)
+    assert report.tensors == len(written)
+    for file in step.glob("layer_*"):
+        for name, value in torch.load(file).items():
+            assert torch.equal(written[name].to(value.dtype), value)
 
 
-def test_module_states_of_zero_alone_are_not_whole(runs: Path, tmp_path: Path) -> None:
-    """Without any of the ranks' files the optimizer and the float32 weights are gone, and nothing else shows it."""
-    experts = shutil.copytree(runs / "experts" / STEP, tmp_path / "experts")
-    dense = shutil.copytree(GOLDEN / "zero1-bf16" / STEP, tmp_path / "dense")
-    for step in (experts, dense):
-        for file in step.glob("*_optim_states.pt"):
-            file.unlink()
-        (problem,) = fsdpckpt.verify(str(step)).problems
-        assert problem.kind == "missing-section"
-        with pytest.raises(SourceIncompleteError, match=r"has no \*_optim_states\.pt: DeepSpeed's ZeRO"):
-            fsdpckpt.convert(str(step), str(tmp_path / "full.pt"))
-        fsdpckpt.convert(str(step), str(step.with_suffix(".pt")), only="model")
-    assert not fsdpckpt.verify(str(dense / "mp_rank_00_model_states.pt")).problems  # asked for by its name
+def files_without_zero(experts: Sequence[int]) -> dict[str, Any]:
+    optimizer = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+    module = {"module": {"w": torch.randn(5), "mask": torch.ones(2)}, "optimizer": optimizer, "num_experts": [2]}
+    made: dict[str, Any] = {MODULE: {**module, "param_shapes": None, "buffer_names": ["mask"]}}
+    for rank in experts:
+        made[EXPERT_FILE.format(0, rank)] = {f"{PREFIX}{rank}.a": torch.randn(3)}
+        made[f"expp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
+    return made

@@ -9,7 +9,7 @@ import re
 import shutil
 import tarfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from tests.makers import Change, Make, edit, files, lose, move, packed, swap
 from tests.readers.contents import opened, same_values
-from tests.readers.junk import refusals, save
+from tests.readers.junk import save
 from tests.readers.test_deepspeed import GOLDEN
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
 
 NAMES = ["pipeline", "autotp-zero1", "autotp-zero3"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -74,14 +75,6 @@ def test_without_maps_the_lists_of_names_say_the_same(name: str, runs: Path, tmp
     assert not fsdpckpt.verify(str(copied)).problems
 
 
-@each
-def test_verify_and_the_way_through_dcp_find_the_same_values(name: str, runs: Path, tmp_path: Path) -> None:
-    assert not fsdpckpt.verify(str(runs / name)).problems
-    fsdpckpt.convert(str(runs / name), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=3)
-    assert fsdpckpt.diff(str(runs / name), str(tmp_path / "dcp")).same
-    assert all(file.fate == "read" for file in opened(runs / name).ledger.account.files)
-
-
 @pytest.mark.parametrize("name", ["autotp-zero1", "autotp-zero3"])
 def test_the_universal_checkpoint_of_tensor_parallel_ranks_is_the_same(name: str, runs: Path) -> None:
     """``zero/`` has rank 0's shard of a frozen weight as if it were all of it; the module states have each rank's."""
@@ -101,67 +94,10 @@ def test_the_universal_checkpoint_of_a_pipeline_lacks_what_its_layers_have(runs:
     assert compared.same and not any(note.kind == "not-carried" for note in opened(copied).notes)
 
 
-def test_a_buffer_of_a_pipeline_that_no_layer_has_is_missing(runs: Path, tmp_path: Path) -> None:
-    """A layer of buffers and frozen weights has no parameter whose shape the module states have."""
-    copied = shutil.copytree(runs / "pipeline", tmp_path / "run")
-    file = copied / "global_step3" / "layer_04-model_states.pt"
-    content = torch.load(file)
-    del content["count"]
-    torch.save(content, file)
-    with pytest.raises(SourceIncompleteError, match=r"1 entry that no file of a layer contains\n  - 4\.count"):
-        opened(copied)
-
-
-def swap(one: Path, other: Path) -> None:
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
-
-
-SWAPPED = {
-    "pipeline": ("layer_01-model_states.pt", "layer_03-model_states.pt"),
-    "autotp-zero1": ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
-    "autotp-zero3": ("zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
-}
-
-
-@pytest.mark.parametrize("name", SWAPPED)
-def test_files_under_each_others_names_are_refused(name: str, runs: Path, tmp_path: Path) -> None:
-    """They have equal shapes, and their frozen weights are in no other file."""
-    copied = shutil.copytree(runs / name, tmp_path / "run")
-    one, other = (copied / "global_step3" / file for file in SWAPPED[name])
-    swap(one, other)
-    with pytest.raises(SourceCorruptError, match=f"{one.name}: it was saved as {other.name}"):
-        opened(copied)
-
-
-def test_a_pipeline_without_its_layers_is_incomplete(runs: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(runs / "pipeline", tmp_path / "run", ignore=shutil.ignore_patterns("layer_*"))
-    with pytest.raises(SourceIncompleteError, match="files of a pipeline's layers are missing"):
-        opened(copied)
-
-
 @pytest.mark.parametrize(("name", "kind"), [("pipeline", "pipeline stages"), ("autotp-zero3", "tensor-parallel ranks")])
 def test_inspect_says_of_which_ranks_it_is(name: str, kind: str, runs: Path) -> None:
     evidence = [each.message for each in opened(runs / name).ledger.evidence]
     assert any(f"of 4 ranks: 2 data-parallel ranks of 2 {kind}" in message for message in evidence)
-
-
-@each
-def test_a_rank_that_is_missing_is_named(name: str, runs: Path, tmp_path: Path) -> None:
-    step = tmp_path / "step"
-    for file in sorted((runs / name / "global_step3").iterdir()):
-        if "mp_rank_01" not in file.name or "pp_rank_1" in file.name:
-            step.mkdir(exist_ok=True)
-            (step / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(SourceIncompleteError) as error:
-        opened(step)
-    assert any("zero_pp_rank_0_mp_rank_01_optim_states.pt" in missing for missing in error.value.details)
-    for file in sorted(step.glob("*mp_rank_01*")):
-        file.unlink()
-    with pytest.raises(SourceIncompleteError, match="mp_rank_01") as error:  # the number is in the other files
-        opened(step)
-    assert len(error.value.details) == (4 if name == "autotp-zero3" else 3)
 
 
 # Maps
@@ -323,11 +259,6 @@ class Job:
             if stage == 1:
                 self.files[f"mp_rank_{rank:02}_model_states.pt"] = {"module": module, **common}
 
-    def infos(self) -> Iterator[dict[str, Any]]:
-        for content in self.files.values():
-            if "universal_checkpoint_info" in content:
-                yield content["universal_checkpoint_info"]
-
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("model", "data"), [(2, 1), (2, 3), (3, 2)])
@@ -356,79 +287,6 @@ def test_replicas_that_differ_are_a_problem_with_their_place(tmp_path: Path) -> 
     assert problems and {problem.key for problem in problems} == {"embed.weight", "tied"}, problems
 
 
-def at_piece(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-    return lambda info: change(info["affine_map"]["params"]["^column$"]["ranks"][1]["pieces"][0])
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (at_piece(lambda piece: piece.update(scale=0.5)), "multiplied by 0.5"),
-        (at_piece(lambda piece: piece.update(source=[25, [5, 1]])), "outside of the shape"),
-        (at_piece(lambda piece: piece.update(source=[20, [1, 7]])), "not a block of rows"),
-        (at_piece(lambda piece: piece.update(source=[1 << 70, [5, 1]])), "not a number of elements"),
-        (at_piece(lambda piece: piece.update(source=[-5, [5, 1]])), "not a number of elements"),
-        (at_piece(lambda piece: piece.update(shape=[2, 5])), "do not fill a shard"),
-        (at_piece(lambda piece: piece.update(shape=[1 << 40, 1 << 40])), "is not a shape"),
-        (at_piece(lambda piece: piece.pop("dest")), "has no dest"),
-        (lambda info: info["affine_map"]["params"]["^column$"]["ranks"].pop(1), "describes the ranks"),
-        (lambda info: info["affine_map"]["params"].pop("^column$"), "not recorded"),
-        (
-            lambda info: info.update(
-                affine_map={"version": 1, "params": {}}, autotp_unsupported_parameter_patterns={"^column$": "why not"}
-            ),
-            "column: why not",
-        ),
-    ],
-)
-def test_what_no_map_describes_is_refused_by_name(
-    change: Callable[[dict[str, Any]], object], reason: str, tmp_path: Path
-) -> None:
-    job = Job(2, 2, 1)
-    info = copy.deepcopy(next(job.infos()))
-    change(info)
-    for content in job.files.values():
-        if "universal_checkpoint_info" in content:
-            content["universal_checkpoint_info"] = info
-    save(job.files, tmp_path / "step")
-    with pytest.raises(SourceUnsupportedError, match="cannot tell how") as error:
-        opened(tmp_path / "step")
-    assert any(detail.startswith("column: ") and reason in detail for detail in error.value.details), error.value
-    assert "gather them in the job" in str(error.value.next_step)
-
-
-OLD = {"universal_checkpoint_version": 0.4}
-
-
-@pytest.mark.parametrize(
-    ("info", "found"),
-    [
-        (None, "none in the files"),
-        ({"universal_checkpoint_version": 0.5}, "its version is 0.5"),
-        ({**OLD, "tp_replicated_parameter_patterns": [r"\d+.norm"]}, "not the name of one parameter"),
-        ({**OLD, "parameter_to_average_patterns": ["^norm$"]}, "it has parameter_to_average_patterns"),
-        ({**OLD, "parameter_with_sub_params": [{"patterns": ["^norm$"], "partition_dim": 0}]}, "have no sub_param"),
-        ({"affine_map": {"version": 2, "params": {}}}, "version 2"),
-        ({"affine_map": {"version": 1, "params": {".*": {}}}}, "not the name of one parameter"),
-        ({"affine_map": {"version": 1, "params": {r"^layers\d$": {}}}}, "not the name of one parameter"),
-        ({"affine_map": {"version": 1, "params": {"^(a+)+$": {}}}}, "not the name of one parameter"),
-        ({"affine_map": {"version": 1, "params": {3: {}}}}, "not the name of one parameter"),
-    ],
-)
-def test_tensor_parallel_ranks_without_a_map_are_refused(info: Any, found: str, tmp_path: Path) -> None:
-    """Patterns are never matched: a checkpoint could bring one that takes for ever."""
-    job = Job(2, 1, 1)
-    for content in job.files.values():
-        if "universal_checkpoint_info" in content:
-            content["universal_checkpoint_info"] = info
-    save(job.files, tmp_path / "step")
-    with pytest.raises(SourceUnsupportedError, match="tensor parallel ranks") as error:
-        opened(tmp_path / "step")
-    assert found in str(error.value.found)
-    patterns = info is not None and "affine_map" not in info
-    assert ("ds_to_universal" in str(error.value.next_step)) == patterns
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_random_states_that_a_training_kept_are_of_each_rank(stage: int, tmp_path: Path) -> None:
     """``client_state`` of the ranks with a file of module states."""
@@ -442,44 +300,151 @@ def test_random_states_that_a_training_kept_are_of_each_rank(stage: int, tmp_pat
     assert len([extra for extra in found.rank_extra if extra.get("rng") is not None]) == len(kept)
 
 
-def test_ranks_that_contradict_each_other_are_corrupt(tmp_path: Path) -> None:
-    job = Job(2, 1, 1)
-    content = job.files["mp_rank_01_model_states.pt"]
-    mixed = copy.deepcopy(content)
-    mixed["universal_checkpoint_info"]["universal_checkpoint_version"] = 0.2
-    save({**job.files, "mp_rank_01_model_states.pt": mixed}, tmp_path / "info")
-    with pytest.raises(SourceCorruptError, match="not that of the first rank"):
-        opened(tmp_path / "info")
-    content["param_shapes"][0]["norm"] = torch.Size([8])
-    save(job.files, tmp_path / "shape")
-    with pytest.raises(SourceCorruptError, match="norm has another shape"):
-        opened(tmp_path / "shape")
+def run(name: str, *changes: Change, given: str = "") -> Make:
+    """A maker of a step that DeepSpeed saved, changed."""
+    return packed(GOLDEN / f"{name}.tar.xz", f"{name}/global_step3", *changes, given=given)
 
 
-def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
-    """Every value of a map in turn, and of what is beside it."""
-    job = Job(2, 1, 1, only=["norm"])
-    save(job.files, tmp_path)
-    assert opened(tmp_path).problems == ()
-    name = "mp_rank_01_model_states.pt"
-    content = {key: job.files[name][key] for key in ("param_shapes", "universal_checkpoint_info")}
-    assert refusals({name: {**content, "module": {"mask": torch.ones(2)}}}, tmp_path, seed=3) > 30
+def job(*changes: Callable[[dict[str, Any]], object], stage: int = 1, data: int = 1) -> Make:
+    """A maker of the files of two tensor-parallel ranks, changed."""
+
+    def contents() -> dict[str, Any]:
+        made = Job(2, data, stage).files
+        for change in changes:
+            change(made)
+        return made
+
+    return files(contents)
 
 
-@pytest.mark.parametrize("present", ["00", "01"])
-def test_one_tensor_parallel_rank_is_never_the_whole(present: str, runs: Path, tmp_path: Path) -> None:
-    """Not with its optimizer's files, and not the file of module states alone, which is no way out either."""
-    rank = shutil.copytree(runs / "autotp-zero1" / "global_step3", tmp_path / "rank")
-    for file in rank.iterdir():
-        if f"mp_rank_{present}" not in file.name:
-            file.unlink()
-    with pytest.raises(SourceIncompleteError, match="3 files of the DeepSpeed checkpoint are missing") as raised:
-        fsdpckpt.convert(str(rank), str(tmp_path / "full.pt"))
-    assert "only" not in str(raised.value.next_step)
-    alone = tmp_path / "mp_rank_00_model_states.pt"
-    shutil.copy(rank / f"mp_rank_{present}_model_states.pt", alone)
-    for source in (alone, tmp_path / "other"):
-        with pytest.raises(SourceIncompleteError, match="is one part of a DeepSpeed checkpoint of 2"):
-            fsdpckpt.convert(str(source), str(tmp_path / "full.pt"), only="model")
-        (tmp_path / "other").mkdir(exist_ok=True)
-        shutil.copy(alone, tmp_path / "other")
+def told(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], object]:
+    """Every file says of its shards what ``change`` makes of it."""
+
+    def change_all(made: dict[str, Any]) -> None:
+        holders = [content for content in made.values() if "universal_checkpoint_info" in content]
+        info = change(copy.deepcopy(holders[0]["universal_checkpoint_info"]))
+        for content in holders:
+            content["universal_checkpoint_info"] = info
+
+    return change_all
+
+
+def column(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    """The map of one weight is another."""
+
+    def changed(info: dict[str, Any]) -> dict[str, Any]:
+        change(info["affine_map"]["params"]["^column$"])
+        return info
+
+    return told(changed)
+
+
+def piece(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    return column(lambda entry: entry["ranks"][1]["pieces"][0].update(changes))
+
+
+def without_column(info: dict[str, Any]) -> dict[str, Any]:
+    del info["affine_map"]["params"]["^column$"]
+    return info
+
+
+def another_version(made: dict[str, Any]) -> None:
+    second = copy.deepcopy(made[SECOND])
+    second["universal_checkpoint_info"]["universal_checkpoint_version"] = 0.2
+    made[SECOND] = second
+
+
+def as_saved_by(one: str, other: str) -> str:
+    return f"{one}: it was saved as {other}"
+
+
+FIRST, SECOND = (f"mp_rank_0{rank}_model_states.pt" for rank in range(2))
+LAYER_1, LAYER_3 = (f"layer_0{number}-model_states.pt" for number in (1, 3))
+ZERO_3 = [f"zero_pp_rank_1_mp_rank_0{rank}_model_states.pt" for rank in range(2)]
+STATES = "zero_pp_rank_{}_mp_rank_01_optim_states.pt"
+ALONE = "is one part of a DeepSpeed checkpoint of 2"
+NO_MAP = ("cannot tell how", "gather them in the job")
+NO_PATTERN = "not the name of one parameter"
+UNSUPPORTED = {"^column$": "why not"}
+OLD = {"universal_checkpoint_version": 0.4}
+
+# What the files say of the shards of a weight, and what of it is refused by the weight's name
+MAPS_REFUSED = {
+    "multiplied by 0.5": piece(scale=0.5),
+    "outside of the shape": piece(source=[25, [5, 1]]),
+    "not a block of rows": piece(source=[20, [1, 7]]),
+    "not a number of elements": piece(source=[1 << 70, [5, 1]]),
+    "not a number of elements: ": piece(source=[-5, [5, 1]]),
+    "do not fill a shard": piece(shape=[2, 5]),
+    "is not a shape": piece(shape=[1 << 40, 1 << 40]),
+    "has no dest": column(lambda entry: entry["ranks"][1]["pieces"][0].pop("dest")),
+    "describes the ranks": column(lambda entry: entry["ranks"].pop(1)),
+    "not recorded": told(without_column),
+    "why not": told(
+        lambda _: {"affine_map": {"version": 1, "params": {}}, "autotp_unsupported_parameter_patterns": UNSUPPORTED}
+    ),
+}
+# What the files say instead of maps. Patterns are never matched: a checkpoint could bring one that takes for ever.
+NO_MAPS: list[tuple[str, Any]] = [
+    ("none in the files", None),
+    ("its version is 0.5", {"universal_checkpoint_version": 0.5}),
+    (NO_PATTERN, {**OLD, "tp_replicated_parameter_patterns": [r"\d+.norm"]}),
+    ("it has parameter_to_average_patterns", {**OLD, "parameter_to_average_patterns": ["^norm$"]}),
+    ("have no sub_param", {**OLD, "parameter_with_sub_params": [{"patterns": ["^norm$"], "partition_dim": 0}]}),
+    ("version 2", {"affine_map": {"version": 2, "params": {}}}),
+    *((NO_PATTERN, {"affine_map": {"version": 1, "params": {key: {}}}}) for key in (".*", r"^layers\d$", "^(a+)+$", 3)),
+]
+REFUSALS = (
+    incomplete("no layer", run("pipeline", lose("layer_*")), "files of a pipeline's layers are missing"),
+    incomplete(
+        "a buffer that no layer has",
+        run("pipeline", edit("layer_04-*", lambda layer: layer.pop("count"))),
+        "1 entry that no file of a layer contains\n  - 4.count",
+    ),
+    # They have equal shapes, and their frozen weights are in no other file.
+    corrupt("layers swapped", run("pipeline", swap(LAYER_1, LAYER_3)), as_saved_by(LAYER_1, LAYER_3)),
+    corrupt("ranks swapped", run("autotp-zero1", swap(FIRST, SECOND)), as_saved_by(FIRST, SECOND)),
+    corrupt("ranks of ZeRO 3 swapped", run("autotp-zero3", swap(*ZERO_3)), as_saved_by(*ZERO_3)),
+    # A rank's files are missing: all of them, whose number is in the other files, or the first data-parallel rank's.
+    *(
+        incomplete(f"a rank of {name} is missing", run(name, lose("*mp_rank_01*")), SECOND, STATES.format(0))
+        for name in ("pipeline", "autotp-zero1")
+    ),
+    incomplete("a rank of ZeRO 3 is missing", run("autotp-zero3", lose("*mp_rank_01*")), STATES.format(0), ZERO_3[1]),
+    *(
+        incomplete(f"a file of {name} is missing", run(name, lose(f"*{STATES.format(0)}")), STATES.format(0))
+        for name in NAMES
+    ),
+    # One tensor-parallel rank is never the whole: neither with its optimizer's files, nor by its name.
+    *(
+        incomplete(f"rank {rank} alone", run("autotp-zero1", lose(f"*mp_rank_0{1 - rank}*")),
+                   "3 files of the DeepSpeed checkpoint are missing", omits=("--only",))
+        for rank in range(2)
+    ),
+    *(
+        incomplete(f"{file} as {given or 'a directory'}", run("autotp-zero1", lose("*optim*", other),
+                   move(file, FIRST), given=given), ALONE, only="model")
+        for file, other in ((FIRST, SECOND), (SECOND, FIRST))
+        for given in (FIRST, "")
+    ),
+    *(
+        unsupported(f"a map: {reason}", job(change, data=2), *NO_MAP, "  - column: ", reason.removesuffix(": "))
+        for reason, change in MAPS_REFUSED.items()
+    ),
+    *(
+        unsupported(f"no map: {number}", job(told(lambda _, info=info: info)), "tensor parallel ranks", reason,
+                    *(["ds_to_universal"] if info and "affine_map" not in info else []))
+        for number, (reason, info) in enumerate(NO_MAPS)
+    ),
+    corrupt("a rank with other maps", job(another_version), "not that of the first rank"),
+    corrupt(
+        "a rank with another shape",
+        job(lambda made: made[SECOND]["param_shapes"][0].update(norm=torch.Size([8]))),
+        "norm has another shape",
+    ),
+)  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)

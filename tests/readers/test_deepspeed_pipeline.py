@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from tests.makers import Make
+from tests.makers import files as torch_files
 from tests.readers.contents import opened, same_values
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
 
 TRAINED = {  # in the order of the optimizer
     "tied_modules.embed.e.weight": torch.randn(11, 6),
@@ -61,16 +63,10 @@ def files(layer: str = "layer_{:02d}-model_states.pt") -> dict[str, Any]:
     return saved
 
 
-def save(content: dict[str, Any], path: Path) -> Path:
-    path.mkdir(parents=True)
-    for name, value in content.items():
-        torch.save(value, path / name)
-    return path
-
-
 @pytest.mark.parametrize("layer", ["layer_{:02d}-model_states.pt", "layer_{:02d}-model_00-model_states.pt"])
 def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> None:
-    step = save(files(layer), tmp_path / "run" / "global_step1")
+    step = tmp_path / "run" / "global_step1"
+    torch_files(lambda: files(layer))(step)
     (step.parent / "latest").write_text("global_step1")
     found = opened(step.parent)
     states = {name: {**state, "step": torch.tensor(1.0)} for name, state in STATES.items()}
@@ -84,47 +80,43 @@ def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> Non
     assert all(torch.equal(written[name], value) for name, value in {**TRAINED, **BUFFERS}.items())
 
 
-def test_a_pipeline_of_tensor_parallel_ranks_is_refused(tmp_path: Path) -> None:
-    more = {"layer_03-model_01-model_states.pt": {"weight": torch.ones(6)}}
-    with pytest.raises(SourceUnsupportedError, match="files of pipeline stages") as error:
-        opened(save({**files(), **more}, tmp_path / "names"))
-    assert len(error.value.details) == 4 and "--ignore-file" not in error.value.text
-    saved = files()
-    saved["mp_rank_00_model_states.pt"]["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 2}
-    with pytest.raises(SourceUnsupportedError, match="files of pipeline stages") as error:
-        opened(save(saved, tmp_path / "recorded"))
-    assert error.value.found == "2 tensor-parallel ranks in each stage"
+def changed(lose: str = "", **contents: Any) -> Make:
+    """A maker of ``files``: without some, and with more of the module states or under the names of layers."""
+
+    def made() -> dict[str, Any]:
+        saved = {name: content for name, content in files().items() if not lose or lose not in name}
+        for name, content in contents.items():
+            if name.startswith("layer"):
+                saved[f"{name}-model_states.pt"] = content
+            else:
+                saved[MODULE][name] = content
+        return saved
+
+    return torch_files(made)
 
 
-def test_a_stage_that_is_missing_is_named(tmp_path: Path) -> None:
-    """The number of stages is in each file of module states."""
-    saved = files()
-    saved["mp_rank_00_model_states.pt"]["mp_world_size"] = 2
-    with pytest.raises(SourceIncompleteError, match="mp_rank_01") as error:
-        opened(save(saved, tmp_path / "recorded"))
-    states = [f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt" for rank in range(RANKS)]
-    assert error.value.details == (*states, "mp_rank_01_model_states.pt")
-    with pytest.raises(SourceIncompleteError, match="mp_rank_01") as error:
-        opened(save({**files(), "mp_rank_01_model_states.pt": {"module": None}}, tmp_path / "half"))
-    assert error.value.details == (*states,)
+MODULE = "mp_rank_00_model_states.pt"
+OF_SECOND_STAGE = [f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt" for rank in range(RANKS)]
+THIRD = {"weight": TRAINED["3.weight"], "bias": torch.zeros(3)}
+REFUSALS = (
+    unsupported("tensor-parallel ranks by their names", torch_files(lambda: {**files(),
+                "layer_03-model_01-model_states.pt": {"weight": torch.ones(6)}}), "files of pipeline stages",
+                omits=("--ignore-file",)),
+    unsupported("tensor-parallel ranks as recorded", changed(checkpoint_parallel_dimensions={"pp_degree": 1,
+                "tp_degree": 2}), "files of pipeline stages", "found 2 tensor-parallel ranks in each stage"),
+    # The number of stages is in each file of module states.
+    incomplete("a stage is missing", changed(mp_world_size=2), *OF_SECOND_STAGE, "mp_rank_01_model_states.pt"),
+    incomplete("the states of a stage are missing", torch_files(lambda: {**files(), "mp_rank_01_model_states.pt":
+               {"module": None}}), *OF_SECOND_STAGE, omits=("- mp_rank_01_model_states.pt",)),
+    incomplete("a layer is missing", changed("layer_03"), "2 entries that no file of a layer contains",
+               "\n  - 3.weight\n  - 3.bias\n"),
+    corrupt("a layer of another shape", changed(layer_03=THIRD), "3.bias has another shape"),
+    unsupported("a layer more", changed(layer_04={"frozen": torch.ones(2)}),
+                "cannot tell what the module calls this pipeline layer"),
+    unsupported("layers without ZeRO", changed("optim"), "pipeline stages without the states of ZeRO"),
+)  # fmt: skip
 
 
-def test_a_layer_that_is_missing_or_another_is_an_error(tmp_path: Path) -> None:
-    saved = files()
-    lost = saved.pop("layer_03-model_states.pt")
-    with pytest.raises(SourceIncompleteError, match="2 entries that no file of a layer contains") as error:
-        opened(save(saved, tmp_path / "lost"))
-    assert error.value.details == ("3.weight", "3.bias")
-    saved["layer_03-model_states.pt"] = {**lost, "bias": torch.zeros(3)}
-    with pytest.raises(SourceCorruptError, match=r"3\.bias has another shape"):
-        opened(save(saved, tmp_path / "half"))
-    saved["layer_03-model_states.pt"] = lost
-    saved["layer_04-model_states.pt"] = {"frozen": torch.ones(2)}
-    with pytest.raises(SourceUnsupportedError, match="cannot tell what the module calls this pipeline layer"):
-        opened(save(saved, tmp_path / "more"))
-
-
-def test_without_zero_nothing_names_the_layers(tmp_path: Path) -> None:
-    saved = {name: value for name, value in files().items() if "optim" not in name}
-    with pytest.raises(SourceUnsupportedError, match="pipeline stages without the states of ZeRO"):
-        opened(save(saved, tmp_path / "step"))
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)

@@ -13,17 +13,18 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Object
 from fsdpckpt.readers.deepspeed import DeepSpeedReader
-from fsdpckpt.storage.sources import Sources
 from fsdpckpt.testing.reader_contract import WEIGHTS, MemorySources, ReaderContract
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.golden.deepspeed.make import Net
+from tests.makers import Change, Make, lose, packed, put, swap
 from tests.readers.contents import opened
-from tests.readers.junk import refusals, save
+from tests.readers.junk import save
 from tests.readers.test_deepspeed import GOLDEN, truth
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unrecognised
 
 NAMES = ["zero1-bf16", "zero3-bf16"]
 each = pytest.mark.parametrize("name", NAMES)
@@ -68,13 +69,6 @@ def test_it_is_the_same_as_the_step_that_it_was_made_of(name: str, runs: Path) -
     assert compared.same, compared
 
 
-@each
-def test_the_way_through_dcp_finds_the_same_values(name: str, runs: Path, tmp_path: Path) -> None:
-    assert not fsdpckpt.verify(str(runs / name)).problems
-    fsdpckpt.convert(str(runs / name), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=3)
-    assert fsdpckpt.diff(str(runs / name), str(tmp_path / "dcp")).same
-
-
 def test_inspect_says_what_it_is(runs: Path, run: Run) -> None:  # noqa: F811
     document = json.loads(run("inspect", runs / "zero1-bf16", "--json").out)
     assert (document["layout"], document["container"], document["flavor"]) == ("full", "torch", "deepspeed-universal")
@@ -115,18 +109,38 @@ def test_latest_is_read_before_latest_universal(runs: Path, tmp_path: Path) -> N
     assert opened(top).world_size == 1
 
 
-def test_a_missing_weight_is_named(runs: Path, tmp_path: Path) -> None:
-    directory = step(runs, "zero1-bf16", tmp_path)
-    shutil.rmtree(directory / "zero" / "embed.weight")
-    with pytest.raises(SourceIncompleteError, match=r"zero/embed\.weight/fp32\.pt"):
-        opened(directory)
+def of_step(name: str, *changes: Change, given: str = "") -> Make:
+    """A maker of the directory of a step, changed."""
+    return packed(GOLDEN / f"{name}-universal.tar.xz", STEP, *changes, given=given)
 
 
-def test_a_missing_state_is_named(runs: Path, tmp_path: Path) -> None:
-    directory = step(runs, "zero1-bf16", tmp_path)
-    (directory / "zero" / "embed.weight" / "exp_avg.pt").unlink()
-    with pytest.raises(SourceIncompleteError, match=r"zero/embed\.weight/exp_avg\.pt"):
-        opened(directory)
+def elsewhere(directory: Path) -> Path:
+    """A run whose pointer leads out of it."""
+    packed(GOLDEN / "zero1-bf16-universal.tar.xz")(directory)
+    put("run/latest_universal", f"../{STEP}")(directory)
+    return directory / "run"
+
+
+MODEL_1, WEIGHT = "zero_pp_rank_1_mp_rank_00_model_states.pt", "zero/embed.weight"
+SWAPPED = swap(f"{WEIGHT}/exp_avg.pt", f"{WEIGHT}/exp_avg_sq.pt")  # both have the same shape
+WIDER = put(f"{WEIGHT}/fp32.pt", {"param": torch.zeros(13, 8), "cat_dim": 0})
+REFUSALS = (
+    incomplete("a weight is missing", of_step("zero1-bf16", lose(WEIGHT)), f"{WEIGHT}/fp32.pt"),
+    incomplete("a state is missing", of_step("zero1-bf16", lose(f"{WEIGHT}/exp_avg.pt")), f"{WEIGHT}/exp_avg.pt"),
+    # It has parts of the frozen parameters.
+    incomplete("a rank of ZeRO 3 is missing", of_step("zero3-bf16", lose(MODEL_1)), MODEL_1),
+    incomplete(
+        "the weights alone", of_step("zero1-bf16", given="zero"), "only the weights and states", "next: give DIR"
+    ),
+    corrupt("states swapped", of_step("zero1-bf16", SWAPPED), f"{WEIGHT}/exp_avg.pt", "it was saved as exp_avg_sq.pt"),
+    corrupt("a weight of another shape", of_step("zero1-bf16", WIDER), "embed"),
+    unrecognised("a pointer that leads out of the run", elsewhere),
+)
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)
 
 
 def test_weights_alone_need_no_file_of_the_optimizer_and_states_do(tmp_path: Path) -> None:
@@ -141,23 +155,6 @@ def test_weights_alone_need_no_file_of_the_optimizer_and_states_do(tmp_path: Pat
     assert found.optim is None and found.model is not None and list(found.model.params) == ["w", "mask"]
 
 
-def test_states_whose_files_were_swapped_are_refused(runs: Path, tmp_path: Path) -> None:
-    """Both have the same shape."""
-    place = step(runs, "zero1-bf16", tmp_path) / "zero" / "embed.weight"
-    (place / "exp_avg.pt").rename(place / "other")
-    (place / "exp_avg_sq.pt").rename(place / "exp_avg.pt")
-    (place / "other").rename(place / "exp_avg_sq.pt")
-    with pytest.raises(SourceCorruptError, match=r"embed\.weight/exp_avg\.pt.* it was saved as exp_avg_sq\.pt"):
-        opened(tmp_path / STEP)
-
-
-def test_the_directory_of_the_weights_asks_for_the_one_above(runs: Path, tmp_path: Path) -> None:
-    directory = step(runs, "zero1-bf16", tmp_path)
-    with pytest.raises(SourceIncompleteError, match="only the weights and states") as error:
-        opened(directory / "zero")
-    assert error.value.next_step == f"give {directory}"
-
-
 def test_a_parameter_that_never_had_a_gradient_has_its_weight_alone(runs: Path, tmp_path: Path) -> None:
     """ZeRO makes no states for it, and ds_to_universal.py writes its weight (0.19)."""
     directory = step(runs, "zero1-bf16", tmp_path)
@@ -166,21 +163,6 @@ def test_a_parameter_that_never_had_a_gradient_has_its_weight_alone(runs: Path, 
     checkpoint = opened(directory)
     assert checkpoint.optim is not None and "embed.weight" not in checkpoint.optim.state
     assert [problem.key for problem in checkpoint.problems] == ["embed.weight"]
-
-
-def test_a_missing_rank_of_zero_3_is_named(runs: Path, tmp_path: Path) -> None:
-    """It has parts of the frozen parameters."""
-    directory = step(runs, "zero3-bf16", tmp_path)
-    (directory / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(SourceIncompleteError, match="zero_pp_rank_1_mp_rank_00_model_states"):
-        opened(directory)
-
-
-def test_weights_of_another_shape_are_refused(runs: Path, tmp_path: Path) -> None:
-    directory = step(runs, "zero1-bf16", tmp_path)
-    torch.save({"param": torch.zeros(13, 8), "cat_dim": 0}, directory / "zero" / "embed.weight" / "fp32.pt")
-    with pytest.raises(SourceCorruptError, match="embed"):
-        opened(directory)
 
 
 def test_the_padding_of_a_vocabulary_that_was_taken_off_is_no_contradiction(runs: Path, tmp_path: Path) -> None:
@@ -254,11 +236,6 @@ def test_the_numbers_that_zero_3_keeps_for_all_parameters_are_states_of_each(tmp
     assert {key: value for key, value in optim.state["w"].items() if key != "exp_avg"} == {"step": 7, "beta": 0.5}
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_whatever_the_files_hold_is_read_or_refused(flat: bool, tmp_path: Path) -> None:
-    assert refusals(_files(flat=flat), tmp_path, seed=flat) > 80
-
-
 def _files(*, flat: bool = False) -> dict[str, Any]:
     """The files of a checkpoint with one weight, as plain values; ``flat``: as from ZeRO 3."""
     weight = torch.arange(15.0)
@@ -294,13 +271,3 @@ class TestUniversal(ReaderContract):
         files |= {f"zero/{name}/step.pt": torch.tensor(3.0) for name in model}
         save(files, directory)
         return directory
-
-
-def test_the_pointer_to_a_directory_outside_is_not_followed(runs: Path, tmp_path: Path) -> None:
-    step(runs, "zero1-bf16", tmp_path / "other")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "latest_universal").write_text(f"../other/{STEP}")
-    with Sources() as sources, pytest.raises(FsdpckptError):
-        from fsdpckpt.readers.detect import open_checkpoint
-
-        open_checkpoint(str(tmp_path / "run"), sources=sources)
