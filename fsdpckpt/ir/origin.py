@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdpckpt.ir.account import Account, Fate, Rule
+from fsdpckpt.ir.frame import Frame
 from fsdpckpt.ir.ledger import Evidence, EvidenceKind, Note
 from fsdpckpt.ir.terms import Layout, Section
 from fsdpckpt.ir.values import Key
@@ -69,7 +70,8 @@ class Origin:
     it come from; ``units_refused``: why others beside it are not used. ``ignored``: the files and directories below
     ``source`` that the user asked to leave out, as relative paths.
 
-    ``nesting``: the path of keys to each main section in its file or DCP directory. ``flattened_keys``: whether the
+    ``nesting``: the path of keys to each main section in its file or DCP directory. ``frame``: the containers that its
+    sections were in (``ir.frame``); those of the named ones are written again. ``flattened_keys``: whether the
     optimizer's keys are ``state.<name>.<state>``. ``mesh_devices``: the device types of its DTensors' meshes.
     ``keys_in_order``: False if its keys are not in the order of the state dict that they were saved from.
     ``extra_files``: the files of each extra at the top that is in files of its own. ``section_files``: those that hold
@@ -95,6 +97,7 @@ class Origin:
     units_refused: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     nesting: Mapping[Section, tuple[Key, ...]] = field(default_factory=dict)
+    frame: Frame = None
     flattened_keys: bool = False
     mesh_devices: frozenset[str] = frozenset()
     keys_in_order: bool = True

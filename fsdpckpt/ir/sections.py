@@ -7,14 +7,15 @@ it among the extras (``in_extras``), under the keys that it had in the source.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection
+from fsdpckpt.ir.frame import Frame, placed
 from fsdpckpt.ir.names import clean, without_module
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.values import Key, Value, leaf_tensors, like
+from fsdpckpt.ir.values import Key, Value, leaf_tensors
 
 # What says only that something is a model or an optimizer, not which one.
 _KINDS = frozenset({
@@ -85,9 +86,9 @@ def _beside(checkpoint: Checkpoint, model: ModelState | None, optim: Optimizer |
 
 
 def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | None:
-    """The model that ``optimizer`` updates: the only one, else the one that has all of its names, or a key in common
-    with its path (``critic`` and ``critic_optimizer``), or its number; else the main one, None without any or where
-    its ids fit another one as well.
+    """The model that ``optimizer`` updates: the only one, else the one that has all of its names, or shares most of its
+    outer containers, or has a key in common with its path (``critic`` and ``critic_optimizer``), or its number; else
+    the main one, None without any or where its ids fit another one as well.
     """
     others = [named for named in checkpoint.named if isinstance(named.content, ModelState)]
     listed = [((), checkpoint.model), *((named.path, named.content) for named in others)]
@@ -98,6 +99,10 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
         with_names = [each for each in candidates if _are_names_of(keys, list(map(clean, each[1].params)))]
         candidates = with_names or candidates
     if len(candidates) > 1:
+        beside = [_common(each[0], optimizer.path) for each in candidates]
+        closest = [each for each, keys in zip(candidates, beside, strict=True) if keys == max(beside) > 0]
+        if len(closest) == 1:  # ``{"stages": {0: {"model": ..., "optimizer": ...}, 1: ...}}``
+            return closest[0][1]
         near = [each for each in candidates if _alike(each[0], optimizer.path)]
         near = [each for each in near if not any(_is_more_exact(path, each[0]) for path, _ in near)]
         numbered = [each for each in candidates if _number(each[0]) == _number(optimizer.path) is not None]
@@ -136,6 +141,14 @@ def _largest_shape(values: Iterable[Value]) -> tuple[int, ...]:
 def _are_names_of(keys: Sequence[str], names: Sequence[str]) -> bool:
     """Whether ``keys`` are among ``names``. One of both may be from before DistributedDataParallel."""
     return set(without_module(keys, names)) <= set(without_module(names, keys))
+
+
+def _common(path: Sequence[Key], other: Sequence[Key]) -> int:
+    """How many of the outer containers of two sections are the same."""
+    pairs = zip(path[:-1], other[:-1], strict=False)
+    return next(
+        (depth for depth, (first, second) in enumerate(pairs) if first != second), min(len(path), len(other)) - 1
+    )
 
 
 def _number(path: Sequence[Key]) -> int | None:
@@ -180,11 +193,13 @@ def with_each_optimizer(checkpoint: Checkpoint, change: Callable[[Checkpoint], C
     return replace(change(main), named=tuple(named), beside=checkpoint.beside)
 
 
-def section_dict(content: ModelState | Optimizer) -> dict[Key, Value]:
-    """The state dict that ``load_state_dict`` takes."""
-    if isinstance(content, ModelState):
-        return dict(content.params.items())
-    return optimizer_dict(content)
+def model_dict(model: ModelState) -> dict[Key, Value]:
+    """The state dict that ``nn.Module.load_state_dict`` takes, with ``_metadata`` if the source had it."""
+    if model.metadata is None:
+        return model.params  # type: ignore[return-value]  # a dict of str is one of Key
+    params: OrderedDict[Key, Value] = OrderedDict(model.params)
+    vars(params)["_metadata"] = model.metadata
+    return params
 
 
 def optimizer_dict(optim: Optimizer) -> dict[Key, Value]:
@@ -197,43 +212,20 @@ def optimizer_dict(optim: Optimizer) -> dict[Key, Value]:
 
 def state_dict_of(named: NamedSection) -> Value:
     """The state dict that ``load_state_dict`` takes."""
-    return section_dict(named.content)
+    content = named.content
+    return model_dict(content) if isinstance(content, ModelState) else optimizer_dict(content)
 
 
 def in_extras(
     extra: Mapping[Key, Value],
     named: Iterable[NamedSection],
+    frame: Frame,
     state_dict_of: Callable[[NamedSection], Value] = state_dict_of,
 ) -> dict[Key, Value]:
-    """``extra`` with the ``named`` sections at their places. ``state_dict_of``: what is written of each."""
-    root: Value = dict(extra)
-    for section in sorted(named, key=_place):  # the items of a list in their order
-        root = placed(root, section.path, state_dict_of(section))
-    return root if isinstance(root, dict) else {}
-
-
-def _place(named: NamedSection) -> list[tuple[int, str]]:
-    return [(key, "") if type(key) is int else (0, str(key)) for key in named.path]
-
-
-def placed(value: Value, path: tuple[Key, ...], new: Value) -> Value:
-    """A copy of ``value`` with ``new`` at ``path``, merged with a dict that is there already.
-
-    Containers that are missing are made: a list for a position.
+    """``extra`` with the ``named`` sections at their places, in the containers of ``frame``. ``state_dict_of``: what is
+    written of each.
     """
-    if not path:
-        return _merged(value, new) if isinstance(value, dict) and isinstance(new, dict) else new
-    key, rest = path[0], path[1:]
-    if type(key) is int and not isinstance(value, dict):
-        items = list(value) if isinstance(value, (list, tuple)) else []
-        items.insert(key, placed(None, rest, new))
-        return items
-    mapping = value if isinstance(value, dict) else {}
-    return {**mapping, key: placed(mapping.get(key), rest, new)}
-
-
-def _merged(first: dict[Key, Value], second: dict[Key, Value]) -> dict[Key, Value]:
-    merged = like(first or second, first)
-    for key, value in second.items():
-        merged[key] = placed(merged[key], (), value) if key in merged else value
-    return merged
+    root: Value = dict(extra)
+    for section in named:
+        root = placed(root, section.path, state_dict_of(section), frame)
+    return root if isinstance(root, dict) else {}

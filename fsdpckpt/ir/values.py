@@ -197,9 +197,9 @@ def find_value(value: Value, path: tuple[Key, ...]) -> Value:
 _ABSENT: Any = object()
 
 
-def replaced(value: Any, path: tuple[Key, ...], new: Value, *, prune: bool = False) -> Any:
+def replaced(value: Any, path: tuple[Key, ...], new: Value) -> Any:
     """A copy of ``value`` with ``new`` at ``path``, ``value`` itself if it has nothing there. Only the containers that
-    lead there are copied. ``prune``: without those that become empty.
+    lead there are copied.
     """
     if not path:
         return new
@@ -207,20 +207,20 @@ def replaced(value: Any, path: tuple[Key, ...], new: Value, *, prune: bool = Fal
         inner = value[path[0]]
     except (KeyError, IndexError, TypeError):
         return value
-    changed = replaced(inner, path[1:], new, prune=prune)
+    changed = replaced(inner, path[1:], new)
     if changed is inner:
         return value
     copy: Any = like(value, value) if isinstance(value, dict) else list(value)
-    if changed is _ABSENT or (prune and not changed):
+    if changed is _ABSENT:
         del copy[path[0]]
     else:
         copy[path[0]] = changed
     return tuple(copy) if isinstance(value, tuple) else copy
 
 
-def without(value: Value, path: tuple[Key, ...], *, prune: bool = False) -> Value:
-    """A copy of ``value`` without the entry at ``path``, ``value`` itself if there is none. ``prune``: as above."""
-    return replaced(value, path, _ABSENT, prune=prune) if path else value
+def without(value: Value, path: tuple[Key, ...]) -> Value:
+    """A copy of ``value`` without the entry at ``path``, ``value`` itself if there is none."""
+    return replaced(value, path, _ABSENT) if path else value
 
 
 def equal(a: Value, b: Value, *, as_loaded: bool = False) -> bool:

@@ -25,6 +25,7 @@ from fsdpckpt.ir.checkpoint import (
     Problem,
     Section,
 )
+from fsdpckpt.ir.frame import Frame, joined, placed
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
@@ -77,7 +78,7 @@ def join(
         convert_slices(part.tree, part.sections, model, part.label, possible=possible)
         problems = (_slices_of_one_rank(part), _reused_ids(part, model), _states_in_buffers(part))
         part.tree.problems += [problem for problem in problems if problem is not None]
-    extra, rank_extra, named, in_parts = _extras(parts)
+    extra, rank_extra, named, frame, in_parts = _extras(parts)
     _require_more_than_extras(source, parts, extra)
     origin = Origin(
         source=source,
@@ -86,6 +87,7 @@ def join(
         flavor=next((part.tree.flavor for part in parts if part.tree.flavor), PLAIN),
         world_size=world_size,
         nesting=_nesting(parts),
+        frame=frame,
         flattened_keys=any(part.sections.flattened for part in parts),
         mesh_devices=frozenset(device for part in parts for device in part.tree.devices),
         keys_in_order=all(part.tree.keys_in_order for part in parts),
@@ -303,12 +305,13 @@ def _values_text(values: Sequence[Value]) -> str:
 class _Extras(NamedTuple):
     """``common``: the extras of all ranks, with rank 0's values where ranks differ. ``of_ranks``: as each rank saved
     them, empty if all saved the same; a key that a rank lacks is missing. ``named``: the named sections, which have
-    places among the extras. ``parts``: the part that each key at the top is from.
+    places among the extras, in the containers of ``frame``. ``parts``: the part that each key at the top is from.
     """
 
     common: dict[Key, Value]
     of_ranks: tuple[dict[Key, Value], ...]
     named: tuple[NamedSection, ...]
+    frame: Frame
     parts: dict[Key, ReadPart]
 
 
@@ -316,6 +319,7 @@ def _extras(parts: Sequence[ReadPart]) -> _Extras:
     extra: dict[Key, Value] = {}
     in_parts: dict[Key, ReadPart] = {}
     named: list[NamedSection] = []
+    frame: Frame = None
     changes: list[tuple[KeyPath, tuple[Value, ...]]] = []
     absences: list[tuple[KeyPath, frozenset[int], int]] = []  # with the number of ranks of the part
     for part in parts:
@@ -332,6 +336,7 @@ def _extras(parts: Sequence[ReadPart]) -> _Extras:
             prefix = (stem,)
         in_parts |= dict.fromkeys(extra.keys() - in_parts.keys(), part)
         named += [replace(section, path=(*prefix, *section.path)) for section in sections.named]
+        frame = joined(frame, placed(None, prefix, sections.frame))
         changes += [
             ((*prefix, *path), values) for path, values in tree.rank_values.items() if not sections.overlaps(path)
         ]
@@ -341,7 +346,7 @@ def _extras(parts: Sequence[ReadPart]) -> _Extras:
             if not sections.owns(path)
         ]
     if not changes and not absences:
-        return _Extras(extra, (), _with_names(named), in_parts)
+        return _Extras(extra, (), _with_names(named), frame, in_parts)
     common: Value = extra
     for path, values in changes:
         common = replaced(common, path, values[0]) if values and values[0] is not None else common
@@ -356,7 +361,7 @@ def _extras(parts: Sequence[ReadPart]) -> _Extras:
             of_rank = without(of_rank, path) if rank in absent_ranks or rank >= ranks else of_rank
         of_ranks.append(of_rank if isinstance(of_rank, dict) else {})
     common = common if isinstance(common, dict) else extra
-    return _Extras(common, tuple(of_ranks), _with_names(named), in_parts)
+    return _Extras(common, tuple(of_ranks), _with_names(named), frame, in_parts)
 
 
 def _with_names(named: Sequence[NamedSection]) -> tuple[NamedSection, ...]:

@@ -20,11 +20,12 @@ from typing import TypeAlias
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Problem, Section
+from fsdpckpt.ir.frame import remainder
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import OwnValue, ParamKey
 from fsdpckpt.ir.placements import Flattened
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Key, Value, find_value, replaced, without
+from fsdpckpt.ir.values import Key, Value, find_value, replaced
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import dotted
 from fsdpckpt.readers.same_weights import KnownCopies, first_different, names_by_value
@@ -178,12 +179,7 @@ def _with_params(
             copies |= {leaf.dtype.name} - {master.dtype.name}
             changed[name] = master if leaf.sharded is None else master.with_sharded(leaf.sharded)
     checkpoint = replace(checkpoint, model=ModelState(changed, metadata)).noted(*notes_on_copies(copies))
-    return checkpoint.with_extras(lambda extra: _without(extra, path))
-
-
-def _without(extra: dict[Key, Value], path: tuple[Key, ...]) -> dict[Key, Value]:
-    rest = without(extra, path, prune=True)
-    return rest if isinstance(rest, dict) else {}
+    return checkpoint.with_extras(lambda extra: remainder(extra, [path]))
 
 
 def _with_untied(checkpoint: Checkpoint, place: str) -> Checkpoint:

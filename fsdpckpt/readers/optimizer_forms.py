@@ -60,10 +60,10 @@ def containers(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dic
         yield path, value
         if not is_optimizer(value) and not is_flattened(value):
             children = value.items()
-    elif isinstance(value, list):
+    elif isinstance(value, (list, tuple)):
         children = enumerate(value)
     for key, child in children:
-        if isinstance(child, (dict, list)):
+        if isinstance(child, (dict, list, tuple)):
             yield from containers(child, (*path, key))
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from fsdpckpt.ir.checkpoint import ModelState, NamedSection, Note, Section
+from fsdpckpt.ir.frame import Frame, frame_of, remainder
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.sections import section_names
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Value, like, value_at, without
+from fsdpckpt.ir.values import Key, Value, like, value_at
 from fsdpckpt.readers.model_forms import (
     MODEL_NAMES,
     WEIGHTS,
@@ -52,7 +53,8 @@ class Sections:
     ``model_keys``, ``optim_keys``: the root's keys that belong to the section if it has no container of its own, else
     None. ``named``: further models and optimizers, or all of several if none is the main one. ``flattened``: whether
     the optimizer's keys were ``state.<name>.<state>``. ``where``: notes on where the main sections were;
-    ``repaired_ids``: for each optimizer how many of its ids were text, and are numbers here.
+    ``repaired_ids``: for each optimizer how many of its ids were text, and are numbers here. ``frame``: the containers
+    that the sections were in (``ir.frame``).
     """
 
     model: ModelState | None
@@ -67,6 +69,7 @@ class Sections:
     where: list[Note] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     repaired_ids: list[int] = field(default_factory=list)
+    frame: Frame = None
 
     def all_notes(self, *, ids_are_text: bool = False) -> list[Note]:
         """Every note. ``ids_are_text``: the container stores any id as text, so reading it back repairs no damage."""
@@ -133,7 +136,7 @@ def split(root: Value, *, called_model: bool = False, called_extra: bool = False
         _take_optimizer_at_root(root, keys, sections)
     _find_models(root, sections, called_extra=called_extra)
     _mark_buffers(root, sections)
-    sections.extra = _remainder(root, sections)
+    _take_apart(root, sections)
     return sections
 
 
@@ -247,6 +250,9 @@ def _find_models(root: dict[Key, Value], sections: Sections, *, called_extra: bo
 def _find_main_model(root: dict[Key, Value], candidates: Mapping[KeyPath, bool], sections: Sections) -> None:
     """Take the main model; none if nothing shows which of several it is."""
     named = [path for path in candidates if path[-1] in MODEL_NAMES]
+    with_optimizer = {optimizer.path[:-1] for optimizer in sections.named} - {()}
+    if len({path[:-1] for path in named} & with_optimizer) > 1:  # each beside an optimizer of its own
+        return
     if named:  # "model" beside "ema.model": the outer one is the model
         named = [path for path in named if len(path) == min(map(len, named))]
     called_model = [path for path in named if path[-1] != WEIGHTS]
@@ -362,8 +368,8 @@ def _mark_buffers(root: dict[Key, Value], sections: Sections) -> None:
             model.params[name] = leaf.with_sharded(leaf.ndim > 0 and name not in listed)
 
 
-def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
-    """``root`` without its sections. A container that becomes empty is removed; one that was empty stays."""
+def _take_apart(root: dict[Key, Value], sections: Sections) -> None:
+    """Make what no section took the extras, and note the containers that the sections were in."""
     keys = (sections.model_keys or frozenset()) | (sections.optim_keys or frozenset())
     rest = {key: value for key, value in root.items() if key not in keys} if keys else root
     paths = [named.path for named in sections.named]
@@ -371,13 +377,5 @@ def _remainder(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
         paths.append(sections.optim_path)
     if sections.model_path is not None and sections.model_keys is None:
         paths.append(sections.model_path)
-    if () in paths:
-        return {}
-    for path in sorted(paths, key=_path_order, reverse=True):  # removing an item from a list moves the later ones
-        rest = cast("dict[Key, Value]", without(rest, path, prune=True))
-    return dict(rest)
-
-
-def _path_order(path: KeyPath) -> list[tuple[int, str]]:
-    """A sort key that puts paths into the same list in the order of its items."""
-    return [(key if type(key) is int else 0, str(key)) for key in path]
+    rest = dict(rest)  # also of an OrderedDict: what is written is a dict of its own
+    sections.extra, sections.frame = remainder(rest, paths), frame_of(rest, paths)

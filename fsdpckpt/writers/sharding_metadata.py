@@ -17,7 +17,7 @@ from fsdpckpt.formats.pickle.write import dumps
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.placements import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
-from fsdpckpt.ir.sections import optimizer_dict
+from fsdpckpt.ir.sections import model_dict, optimizer_dict
 from fsdpckpt.ir.targets import TargetFile
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, walk
@@ -25,7 +25,7 @@ from fsdpckpt.producers import SectionPath
 from fsdpckpt.producers.torch_checkpointing import METADATA, OF_DTENSOR, VERSION
 from fsdpckpt.writers.dtensor_pickle import ranks_along
 from fsdpckpt.writers.protocol import WriteSpec
-from fsdpckpt.writers.state_dicts import extras_of_rank, model_dict, nested
+from fsdpckpt.writers.state_dicts import extras_of_rank, nested
 
 _ITEM = re.compile(r"[^/\\\x00-\x1f{}]{1,200}")
 

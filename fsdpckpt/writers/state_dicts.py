@@ -5,7 +5,7 @@ Also flattens a checkpoint into the entries of a DCP directory, under the keys t
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -14,9 +14,10 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.frame import placed
 from fsdpckpt.ir.optimizer import PARAMS, Optimizer, OwnValue
 from fsdpckpt.ir.quantized import Blockwise, joined_states
-from fsdpckpt.ir.sections import in_extras, optimizer_dict, placed, state_dict_of
+from fsdpckpt.ir.sections import in_extras, optimizer_dict, state_dict_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
@@ -29,11 +30,11 @@ def extras_of_rank(
     """The extras of target rank ``rank``: source rank ``rank``'s (modulo their number), what was added for all, and the
     named sections at their places, as ``state_dict_of`` makes them.
     """
-    if not checkpoint.rank_extra:
-        return in_extras(checkpoint.extra, checkpoint.named, state_dict_of)
-    of_rank = checkpoint.rank_extra[rank % len(checkpoint.rank_extra)]
-    added = {key: value for key, value in checkpoint.extra.items() if key not in of_rank}
-    return in_extras({**of_rank, **added}, checkpoint.named, state_dict_of)
+    extra = checkpoint.extra
+    if checkpoint.rank_extra:
+        of_rank = checkpoint.rank_extra[rank % len(checkpoint.rank_extra)]
+        extra = {**of_rank, **{key: value for key, value in extra.items() if key not in of_rank}}
+    return in_extras(extra, checkpoint.named, checkpoint.origin.frame, state_dict_of)
 
 
 def extras_of_one(checkpoint: Checkpoint) -> tuple[dict[Key, Value], list[Note]]:
@@ -59,15 +60,6 @@ def nested(sections: Sequence[tuple[tuple[PathKey, ...], Value]]) -> Value:
     for path, section in sections:
         root = placed(root, path, section)
     return root
-
-
-def model_dict(model: ModelState) -> dict[Key, Value]:
-    """The state dict that ``nn.Module.load_state_dict`` takes, with ``_metadata`` if the source had it."""
-    if model.metadata is None:
-        return model.params  # type: ignore[return-value]  # a dict of str is one of Key
-    params: OrderedDict[Key, Value] = OrderedDict(model.params)
-    vars(params)["_metadata"] = model.metadata
-    return params
 
 
 def extra_notes(checkpoint: Checkpoint, world_size: int) -> list[Note]:
@@ -195,9 +187,7 @@ def flatten(
     if checkpoint.model is not None:
         path = section_paths[Section.MODEL].keys
         walk.mapping(path, _dotted(path), dict(checkpoint.model.params.items()))
-        if checkpoint.model.metadata is not None:
-            message = "the model state dict's _metadata (module versions) cannot be stored in a DCP directory"
-            notes.append(Note("dropped", message))
+        notes += _notes_on_metadata(checkpoint.model, "the model")
     if checkpoint.optim is not None:
         path = section_paths[Section.OPTIM].keys
         if flattened_keys:
@@ -207,11 +197,20 @@ def flatten(
             _Walk(leaves, notes, double, texts, ids=state).enter(state, _dotted(state), root.pop("state"))
             if root:
                 walk.mapping(path, _dotted(path), root)
+    for named in checkpoint.named:
+        if isinstance(named.content, ModelState):
+            notes += _notes_on_metadata(named.content, named.dotted)
     extra, dropped = extras_of_one(checkpoint)
     if extra:
         walk.mapping((), "", extra)
     _refuse_duplicates(leaves, double)
     return leaves, [*notes, *_notes_on_texts(texts), *dropped]
+
+
+def _notes_on_metadata(model: ModelState, name: str) -> list[Note]:
+    if model.metadata is None:
+        return []
+    return [Note("dropped", f"{name} state dict's _metadata (module versions) cannot be stored in a DCP directory")]
 
 
 def _flat_optimizer(optim: Optimizer, at: Path, notes: list[Note]) -> Iterator[Leaf]:

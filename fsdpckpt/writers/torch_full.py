@@ -22,14 +22,14 @@ from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encode_stand
 from fsdpckpt.formats.zip_write import Records
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.sections import optimizer_dict
+from fsdpckpt.ir.sections import model_dict, optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_stride, spans_of
 from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import PathKey
 from fsdpckpt.text import some_of
 from fsdpckpt.writers.protocol import WriteSpec
-from fsdpckpt.writers.state_dicts import extras_of_one, model_dict, nested
+from fsdpckpt.writers.state_dicts import extras_of_one, nested
 
 
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:

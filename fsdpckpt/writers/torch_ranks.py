@@ -25,7 +25,7 @@ from fsdpckpt.formats.pickle.opcodes import integer
 from fsdpckpt.formats.zip_write import TorchZip
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.placements import Replicate, Shard, Sharding
-from fsdpckpt.ir.sections import optimizer_dict
+from fsdpckpt.ir.sections import model_dict, optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile, as_table
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Value
@@ -37,7 +37,7 @@ from fsdpckpt.writers.dtensor_pickle import DTensorPickle, target_version
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.rank_pickle import RankPickle, ShardedTensorPickle
 from fsdpckpt.writers.sharding_metadata import items_by_rank, sharding_metadata
-from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank, model_dict
+from fsdpckpt.writers.state_dicts import extra_notes, extras_of_rank
 from fsdpckpt.writers.torch_full import ties
 
 

@@ -20,8 +20,8 @@ from fsdpckpt.converters.target.schedule import (
     source_schedule,
 )
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Note, Section
+from fsdpckpt.ir.frame import placed
 from fsdpckpt.ir.origin import LeftOut
-from fsdpckpt.ir.sections import placed
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, find_value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath, extra_keys
