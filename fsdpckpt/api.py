@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         strip_prefix: str | None
         add_prefix: str | None
         rename: Mapping[str, str] | Iterable[tuple[str, str]]
-        map: str | os.PathLike[str] | None
+        map: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
         inverse: bool
         map_value: Mapping[str, str] | Iterable[tuple[str, str]]
         dtype: str | torch.dtype | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,9 @@ class MapNumbers(Mapping[str, int]):
 
     def __init__(self, layout_map: LayoutMap, opened: Checkpoint, options: ConvertOptions, sources: Sources) -> None:
         self._map, self._source = layout_map, opened.source
-        self._given = {name: self._given_number(name, text) for name, text in options.map_value}
+        # Of several maps each takes its own.
+        given = ((name, text) for name, text in options.map_value if name in layout_map.values)
+        self._given = {name: _given_number(name, text) for name, text in given}
         configuration = configuration_of(opened, options, sources) if layout_map.values else {}
         self._fields = {name: value for name, value in configuration.items() if type(value) is int and value > 0}
         for name, number in self._given.items():
@@ -60,19 +62,6 @@ class MapNumbers(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self._map.values)
 
-    def _given_number(self, name: str, text: str) -> int:
-        given = flags.map_value(f"{name}={text}")
-        if name not in self._map.values:
-            raise UsageError(
-                f"{given}: {self._map.name} has no value {name}",
-                expected=", ".join(self._map.values) or "none",
-                found=name,
-                next_step=f"drop {flags.map_value}",
-            )
-        if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
-            raise UsageError(f"{given} is no whole number from 1 on", found=text)
-        return int(text)
-
     def _stated(self, name: str) -> int | None:
         """What ``config.json`` says; a division that leaves a rest says nothing."""
         for size in self._map.values[name].fields:
@@ -80,3 +69,24 @@ class MapNumbers(Mapping[str, int]):
                 with suppress(ValueError):
                     return size.value(self._fields)
         return None
+
+
+def refuse_unknown_numbers(maps: Sequence[LayoutMap], options: ConvertOptions) -> None:
+    """Raises UsageError for a number that is given and that none of ``maps`` has."""
+    known = list(dict.fromkeys(name for layout_map in maps for name in layout_map.values))
+    for name, text in options.map_value:
+        if name not in known:
+            given = flags.map_value(f"{name}={text}")
+            have = "has" if len(maps) == 1 else "have"
+            raise UsageError(
+                f"{given}: {' and '.join(each.name for each in maps)} {have} no value {name}",
+                expected=", ".join(known) or "none",
+                found=name,
+                next_step=f"drop {flags.map_value}",
+            )
+
+
+def _given_number(name: str, text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
+        raise UsageError(f"{flags.map_value(f'{name}={text}')} is no whole number from 1 on", found=text)
+    return int(text)

@@ -1,20 +1,20 @@
-"""Applies ``--map``: finds the map and its numbers, and makes of what was read the checkpoint that is converted."""
+"""Applies ``--map``: finds the maps and their numbers, and makes of what was read the checkpoint that is converted."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from fsdpckpt import flags
-from fsdpckpt.converters.map_numbers import MapNumbers
+from fsdpckpt.converters.map_numbers import MapNumbers, refuse_unknown_numbers
+from fsdpckpt.converters.map_order import divided, in_order_of_ids
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.steps.sections import take
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.errors import NeedsInformationError, UsageError
+from fsdpckpt.errors import UsageError
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -32,91 +32,96 @@ _FILES = (".toml", ".json")
 
 
 def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Draft:
-    """The draft of the model that ``--map`` makes of what ``steps`` make of the source; ``draft`` without a map."""
+    """The draft of the model that the maps make of what ``steps`` make of the source; ``draft`` without a map."""
     mapping = decision.mapping
     if mapping is None:
         return draft
-    knowledge = Knowledge(units_request(mapping.read.options), draft.sources)
-    read = take(steps, replace(draft, knowledge=knowledge), mapping.read)
+    maps = find_maps(mapping.options)
+    given = Knowledge(replace(units_request(mapping.options), sections=draft.knowledge.request.sections), draft.sources)
+    reading, of_new_model = mapping.read, draft.knowledge
+    if not mapping.knows_target:
+        options, of_new_model = divided(given, draft.opened, maps, reading.options)
+        reading = replace(reading, options=options)
+    knowledge = Knowledge(units_request(reading.options), draft.sources)
+    read = take(steps, replace(draft, knowledge=knowledge), reading)
     if read.left_out:
         return read
     plain, names = normalise(read.checkpoint)
-    named = names.report_wrappers(Table.of(plain).with_plain_words().written(plain))
+    checkpoint = names.report_wrappers(Table.of(plain).with_plain_words().written(plain))
+    checkpoint, applied = _mapped(checkpoint, draft.opened, maps, mapping.options, draft.sources)
     key_type = decision.options.key_type or draft.source_keys
-    if key_type == "id" and decision.layout is not Layout.FLATTENED:
-        refuse_ids(named, mapping.options)
-    checkpoint, applied = _mapped(named, draft.opened, mapping.options, draft.sources)
+    if key_type == "id" and decision.layout is not Layout.FLATTENED and checkpoint.optim is not None:
+        checkpoint, of_new_model = in_order_of_ids(checkpoint, given, of_new_model, mapping.options.map)
     return replace(
         draft,
         checkpoint=checkpoint,
         opened=checkpoint,
+        knowledge=of_new_model,
         places=(),
         keys_before_map=draft.source_keys,
-        applied_map=applied,
+        applied_maps=applied,
         unmatched=read.unmatched,
     )
 
 
 def _mapped(
-    checkpoint: Checkpoint, opened: Checkpoint, options: ConvertOptions, sources: Sources
-) -> tuple[Checkpoint, AppliedMap]:
-    """``checkpoint``, whose optimizer is keyed by name, as the map of ``options`` makes it.
+    checkpoint: Checkpoint, opened: Checkpoint, maps: Sequence[LayoutMap], options: ConvertOptions, sources: Sources
+) -> tuple[Checkpoint, tuple[AppliedMap, ...]]:
+    """``checkpoint``, whose optimizer is keyed by name, as ``maps`` make it, one after the other.
 
     ``opened``: the source with the sections that are left out. Raises what ``apply_map`` raises, NeedsInformationError
     for a number that nothing gives, UsageError.
     """
     from fsdpckpt.maps import Reading, apply_map
 
-    layout_map = find_map(options)
-    values = MapNumbers(layout_map, opened, options, sources)
+    refuse_unknown_numbers(maps, options)
+    applied: list[AppliedMap] = []
+    # Of what is left out, too, as long as names are those of the source.
+    shapes = _shapes(opened)
+    for layout_map in maps:
+        made = checkpoint
 
-    def number(tensor: Tensor) -> bytes:
-        return sources.read_elements(checkpoint.files, tensor)
+        def number(tensor: Tensor, of: Checkpoint = made) -> bytes:
+            return sources.read_elements(of.files, tensor)
 
-    def equal(first: Tensor, other: Tensor) -> bool:
-        files = (checkpoint.files, sources)
-        same_form = first.shape == other.shape and first.dtype is other.dtype
-        return same_form and first_difference((first, *files), (other, *files), None) is None
+        def equal(first: Tensor, other: Tensor, of: Checkpoint = made) -> bool:
+            files = (of.files, sources)
+            same_form = first.shape == other.shape and first.dtype is other.dtype
+            return same_form and first_difference((first, *files), (other, *files), None) is None
 
-    shapes: dict[str, tuple[int, ...]] = {}
-    for model in (opened.model, checkpoint.model):  # the second has names without prefixes of wrappers
-        for name, leaf in model.params.items() if model is not None else ():
-            if isinstance(leaf, Tensor):
-                shapes[name] = leaf.shape
-    return apply_map(checkpoint, layout_map, values, Reading(number, equal), shapes)
+        values = MapNumbers(layout_map, opened, options, sources)
+        known = shapes | _shapes(checkpoint)  # the second have names without prefixes of wrappers
+        checkpoint, done = apply_map(checkpoint, layout_map, values, Reading(number, equal), known)
+        applied.append(done)
+        shapes = {}
+    return checkpoint, tuple(applied)
 
 
-def find_map(options: ConvertOptions) -> LayoutMap:
-    """The map that ``--map`` names, or its inverse."""
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    params = checkpoint.model.params if checkpoint.model is not None else {}
+    return {name: leaf.shape for name, leaf in params.items() if isinstance(leaf, Tensor)}
+
+
+def find_maps(options: ConvertOptions) -> tuple[LayoutMap, ...]:
+    """The maps that ``--map`` names, in the order in which they are applied: with ``--inverse`` each backwards, the
+    last one first.
+    """
+    found = tuple(map(_find_map, options.map))
+    return tuple(each.inverse() for each in reversed(found)) if options.inverse else found
+
+
+def _find_map(name: str) -> LayoutMap:
     from fsdpckpt.maps import map_names, named_map, read_map
 
-    name = str(options.map)
     if name.endswith(_FILES) or "/" in name:
-        found = read_map(name)
-    else:
-        names = map_names()
-        if name not in names:
-            near = get_close_matches(name, names, n=1, cutoff=0.4)
-            raise UsageError(
-                f"there is no built-in map {name}",
-                expected=", ".join(names) + ", or the path of a .toml or .json file",
-                found=name,
-                next_step=f"did you mean {flags.map_(near[0])}?"
-                if near
-                else f"{flags.map_('./' + name)} if it is a file",
-            )
-        found = named_map(name)
-    return found.inverse() if options.inverse else found
-
-
-def refuse_ids(checkpoint: Checkpoint, options: ConvertOptions) -> None:
-    """Raises NeedsInformationError for a target whose optimizer would be keyed by id."""
-    if checkpoint.optim is not None and checkpoint.optim.keys:
-        source = shlex.quote(checkpoint.source)
-        raise NeedsInformationError(
-            f"{flags.map_(options.map)} makes other parameters, and the order in which the optimizer of the new "
-            "model lists them is unknown",
-            why=f"the optimizer of {source} is keyed by id, and an id is a position in that list",
-            next_step=f"{flags.key_type('name')}; a second conversion with {flags.key_type('id')} and "
-            f"{flags.parameters('FILE')} makes ids of the names",
+        return read_map(name)
+    names = map_names()
+    if name not in names:
+        near = get_close_matches(name, names, n=1, cutoff=0.4)
+        raise UsageError(
+            f"there is no built-in map {name}",
+            expected=", ".join(names) + ", or the path of a .toml or .json file",
+            found=name,
+            next_step=f"did you mean {flags.map_(near[0])}?" if near else f"{flags.map_('./' + name)} if it is a file",
         )
+    return named_map(name)

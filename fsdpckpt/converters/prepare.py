@@ -131,7 +131,7 @@ def _select(source: str, target: str, options: ConvertOptions, sources: Sources)
 def _read_what_is_taken(source: str, target: str, options: ConvertOptions, sources: Sources) -> _Opened:
     """SRC, with everything located that ``options`` take of it: other items of a DCP directory are not opened."""
     takes_all = options.only is None and not options.include and not options.exclude
-    if takes_all or options.map is not None:  # a map compares numbers of several parameters
+    if takes_all or options.map:  # a map compares numbers of several parameters
         return _read(source, options, sources, Locate.ALL)
     outline = _read(source, options, sources, Locate.NOTHING)
     if all(map(is_located, outline.checkpoint.leaves())):

@@ -203,7 +203,7 @@ def encode_manifest(
         "world_size": spec.world_size,
         "mesh": str(spec.mesh) if spec.mesh is not None else None,
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
-        "map": transformed.applied_map.to_json() if transformed.applied_map is not None else None,
+        "maps": [applied.to_json() for applied in transformed.applied_maps],
         "units": encode(transformed.units) if transformed.units is not None else None,
         **_section_units(checkpoint),
         "notes": [

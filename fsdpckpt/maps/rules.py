@@ -103,6 +103,10 @@ class LayoutMap:
         """The map with the rules for one section."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule.section in (None, section)))
 
+    def makes(self, name: str) -> bool:
+        """Whether ``name`` may be one that the map makes."""
+        return any(pattern.match(name) is not None for rule in self.rules for pattern in rule.targets)
+
     def inverse(self) -> LayoutMap:
         return replace(self, rules=tuple(rule.inverse() for rule in self.rules), inverted=not self.inverted)
 

@@ -15,6 +15,7 @@ from fsdpckpt import flags
 from fsdpckpt.ir import Container, KeyType, Layout, Section, SectionName, Strategy
 from fsdpckpt.options.declare import (
     PATH,
+    PATHS,
     SECTION,
     SECTIONS,
     SIZE,
@@ -198,16 +199,18 @@ class ConvertOptions(OptionRecord):
     rename: tuple[tuple[str, str], ...] = repeatable(
         "Rename a key or a dotted prefix; may be repeated, and is applied in order.", Heading.SELECTED
     )
-    map: str | None = option(
+    map: tuple[str, ...] = repeatable(
         "Layout map: rename, stack, split and rearrange parameters with their optimizer state; a TOML or JSON file, or "
-        "the name of a built-in one (fsdpckpt formats lists them).",
+        "the name of a built-in one (fsdpckpt formats lists them); may be repeated, and is applied in order.",
         Heading.SELECTED,
-        kind=PATH,
+        kind=PATHS,
         flag=flags.map_,
         metavar="FILE|NAME",
         synonyms=("layout-map", "mapping"),
     )
-    inverse: bool = option("Apply the map backwards.", Heading.SELECTED, default=False, scope=Scope.MAP)
+    inverse: bool = option(
+        "Apply the maps backwards, the last one first.", Heading.SELECTED, default=False, scope=Scope.MAP
+    )
     map_value: tuple[tuple[str, str], ...] = repeatable(
         "A number that the map leaves open (default: what config.json states); may be repeated.",
         Heading.SELECTED,

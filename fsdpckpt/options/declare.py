@@ -185,6 +185,11 @@ def _path(flag: Flag, value: object) -> str:
     return _text(flag, os.fspath(value) if isinstance(value, os.PathLike) else value)
 
 
+def _paths(flag: Flag, value: object) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable) else value
+    return tuple(_path(flag, path) for path in values)
+
+
 def one_of(
     names: tuple[str, ...],
     noun: str,
@@ -265,6 +270,7 @@ FLAG = OptionKind(bool, "bool", _flag)
 TEXTS = OptionKind(list[str], "str | Iterable[str]", _texts, metavar="GLOB")
 PAIRS = OptionKind(list[str], "Mapping[str, str] | Iterable[tuple[str, str]]", _pairs, metavar="OLD=NEW")
 PATH = OptionKind(str, "str | os.PathLike[str]", _path, metavar="FILE")
+PATHS = OptionKind(list[str], "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]", _paths, metavar="FILE")
 SIZE = OptionKind(str, "int | str", _size, metavar="SIZE")
 WORKERS = OptionKind(str, "int | str", _workers, metavar="N|gpu|auto")
 TORCH_VERSION = OptionKind(str, "str", _torch_version, metavar="VERSION")

@@ -122,7 +122,7 @@ def test_each_rank_gets_what_fsdp2_holds_of_the_other_model(tmp_path: Path, save
 
 def test_the_record_says_which_map_made_it(tmp_path: Path, saved: State) -> None:
     convert(tmp_path, "apart.pt", "fused", to="sharded", world_size=2)
-    recorded = json.loads((tmp_path / "fused" / "fsdpckpt.json").read_text())["map"]
+    recorded = json.loads((tmp_path / "fused" / "fsdpckpt.json").read_text())["maps"][0]
     assert recorded["sha256"] == hashlib.sha256(experts.MAP.encode()).hexdigest()
     assert (recorded["name"], recorded["inverse"]) == (str(tmp_path / "experts.toml"), False)
     assert [rule["applied"] for rule in recorded["rules"]] == [2, 2, 1]

@@ -39,7 +39,7 @@ class Draft:
     renamed: bool = False  # whether the names are those that will be written
     units: Units | None = None  # of a flattened target
     key_type: KeyType | None = None  # the keys that a flattened target gets; until it is written it has names
-    applied_map: AppliedMap | None = None  # what ``--map`` did
+    applied_maps: tuple[AppliedMap, ...] = ()  # what each ``--map`` did
     keys_before_map: KeyType | None = None  # how the source keyed the optimizer that a map has keyed by name
     model_for_ids: bool = False  # whether the model is only there to say what the ids of this optimizer are
     one_of_several: bool = False  # whether options that select or rename keys may be meant for other sections alone
@@ -53,7 +53,7 @@ class Draft:
     @property
     def source_keys(self) -> KeyType | None:
         """How the source keyed the optimizer, if it is selected."""
-        if self.applied_map is not None:
+        if self.applied_maps:
             return self.keys_before_map
         selected = self.checkpoint.optim is not None and self.opened.optim is not None
         return self.opened.optim.key_type if self.opened.optim is not None and selected else None
@@ -69,7 +69,7 @@ class Draft:
 
     @property
     def transformed(self) -> TransformedCheckpoint:
-        return TransformedCheckpoint(self.checkpoint, self.units, self.key_type, self.applied_map)
+        return TransformedCheckpoint(self.checkpoint, self.units, self.key_type, self.applied_maps)
 
 
 Step: TypeAlias = Callable[[Draft, Decision], Draft]
@@ -80,10 +80,10 @@ class TransformedCheckpoint:
     """The checkpoint to write, with whole tensors.
 
     ``units``: those of a flattened target. Its optimizer is keyed by name; the writer rekeys it to ``key_type``.
-    ``applied_map``: what ``--map`` did, None without it.
+    ``applied_maps``: what each ``--map`` did.
     """
 
     checkpoint: Checkpoint
     units: Units | None = None
     key_type: KeyType | None = None
-    applied_map: AppliedMap | None = None
+    applied_maps: tuple[AppliedMap, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from fsdpckpt.ir.sections import alone, main_alone, model_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.transform.selection import NoKeyMatchesError, none_left, parameter_names
 
+if TYPE_CHECKING:  # few conversions need maps
+    from fsdpckpt.maps import AppliedMap
+
 
 def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Draft:
     """Take ``steps`` for the main sections, and for each named one that the target holds like them.
@@ -41,9 +45,9 @@ def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Dra
     _require_matches([main, *done], taken)
     if main.left_out:
         main = replace(main, checkpoint=replace(opened, model=None, optim=None))
-    applied_map = next((each.applied_map for each in (main, *done) if each.applied_map is not None), None)
+    applied_maps: tuple[AppliedMap, ...] = next((each.applied_maps for each in (main, *done) if each.applied_maps), ())
     joined = _joined(main.checkpoint, opened, dict(zip(taken, done, strict=True)))
-    return _promoted(replace(main, checkpoint=joined, applied_map=applied_map))
+    return _promoted(replace(main, checkpoint=joined, applied_maps=applied_maps))
 
 
 def _sections_to_flatten(opened: Checkpoint, draft: Draft) -> tuple[NamedSection, ...]:

@@ -38,7 +38,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class MapDecision:
-    """A map makes another model of the source. Each option about a model is about one of both."""
+    """Maps make another model of the source. Each option about a model is about one of both."""
 
-    options: ConvertOptions  # all: they name the map, and say where its numbers are
+    options: ConvertOptions  # all: they name the maps, and say where their numbers are
     read: Decision  # how the source is read, as whole tensors by name
+    knows_target: bool  # whether the options about names, order and units are certainly about the model that is written

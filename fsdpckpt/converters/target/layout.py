@@ -216,7 +216,7 @@ def refuse_target_options(
 
 def refuse_section_options(spec: Decision, opened: Checkpoint) -> None:
     """Raises UsageError for an option about a section that does not exist, is not selected, or is not written."""
-    if spec.options.map is None:
+    if not spec.options.map:
         refuse_unused(spec.options, Scope.MAP, "there is no map", f"add {flags.map_('FILE')}")
     options, written = spec.options, spec.form is None or spec.form.optim is not None
     for section, scope, words, present in (

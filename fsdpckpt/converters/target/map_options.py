@@ -14,9 +14,10 @@ from fsdpckpt.options.declare import Scope, options_of
 def with_mapping(decision: Decision) -> Decision:
     """``decision`` about the model that ``--map`` makes, with how the source is read; unchanged without a map."""
     options = decision.options
-    if options.map is None:
+    if not options.map:
         return decision
-    # Units, names and order are those of one of the two models: of the written one if its form needs them.
+    # Units, names and order are those of one of the two models: of the written one if its form needs them, else each is
+    # about the one whose names it has (``converters.map_order``).
     exports_weights = decision.form is not None and decision.form.weights
     of_target = decision.layout is Layout.FLATTENED or exports_weights
     later: dict[str, Any] = {"key_type": "name", "clean_names": False, "missing_state": None}
@@ -27,7 +28,7 @@ def with_mapping(decision: Decision) -> Decision:
     before = replace(options, **later, **(unknown if of_target else {}))
     after = replace(options, **used, **({} if of_target else unknown))
     read = Decision(Layout.FULL, Container.TORCH, None, before, directory=False)
-    return replace(decision, options=after, mapping=MapDecision(options, read))
+    return replace(decision, options=after, mapping=MapDecision(options, read, of_target))
 
 
 def _without_knowledge(options: ConvertOptions) -> dict[str, Any]:
