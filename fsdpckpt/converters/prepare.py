@@ -38,7 +38,8 @@ from fsdpckpt.ir.stored_once import stored_bytes
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.plan import Plan, make_plan
-from fsdpckpt.readers.dcp.items import is_located, items_of
+from fsdpckpt.readers.dcp.item_numbers import items_of
+from fsdpckpt.readers.dcp.items import is_located
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import MANIFEST, Locate, require_matches
 from fsdpckpt.storage.sources import Sources

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -14,10 +12,9 @@ import numpy as np
 
 from fsdpckpt import flags
 from fsdpckpt.describe import Description, FileGrid, rank_grid, stored_files
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, NamedTensor, Section
-from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS, Optimizer
-from fsdpckpt.ir.tensors import Stats, Tensor
-from fsdpckpt.ir.values import as_float, value_text, walk
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
+from fsdpckpt.ir.optimizer import PARAM_NAMES, PARAMS
+from fsdpckpt.ir.values import value_text, walk
 from fsdpckpt.options import FLAVORS
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.report.curves import layer_curves
@@ -26,20 +23,20 @@ from fsdpckpt.report.figures import (
     FigureTable,
     Holdings,
     Module,
-    clipped,
     figure,
-    histogram,
     holdings,
     module_tree,
     more_text,
     percent,
 )
 from fsdpckpt.report.memory import memory_by_ranks
+from fsdpckpt.report.optimizer_health import optimizer_health
 from fsdpckpt.report.rank_rows import rank_rows
 from fsdpckpt.report.render import render
+from fsdpckpt.report.statistics import magnitudes, not_finite, statistics_table
 from fsdpckpt.report.treemap import NARROW, WIDE, tiles, treemap
 from fsdpckpt.storage.sources import relative_path
-from fsdpckpt.text import count_text, fold, plural, setting_text, size_text, step_text
+from fsdpckpt.text import count_text, fold, plural, setting_text, size_text
 from fsdpckpt.transform.known_names import known_names
 from fsdpckpt.verify.measures import buffer_keys
 
@@ -58,16 +55,16 @@ def page(described: Description, created: datetime | None = None) -> str:
 def _content(described: Description) -> dict[str, Any]:
     """The values for the template."""
     checkpoint = described.checkpoint
-    optimizer = _optimizer_health(checkpoint.optim, described) if checkpoint.optim is not None else None
+    optimizer = optimizer_health(checkpoint.optim, described) if checkpoint.optim is not None else None
     described = _named(described)
     buffers: list[str] = []
     sizes: list[dict[str, Any]] = []
     files = stored_files(checkpoint)
     problems = [problem.message for problem in checkpoint.problems]
     if described.stats is not None:
-        lines, buffers = _not_finite(described.tensors, described.stats, buffer_keys(checkpoint))
+        lines, buffers = not_finite(described.tensors, described.stats, buffer_keys(checkpoint))
         problems += lines
-        sizes = _magnitudes(described.tensors, described.stats)[:MAX_FIGURES]
+        sizes = magnitudes(described.tensors, described.stats)[:MAX_FIGURES]
     problems += optimizer["problems"] if optimizer is not None else ()
     return {
         "name": checkpoint.source,
@@ -86,7 +83,7 @@ def _content(described: Description) -> dict[str, Any]:
         "optimizer": optimizer,
         "magnitudes": sizes,
         "buffers": "; ".join(buffers[:MAX_ROWS]),
-        "statistics": _statistics(described),
+        "statistics": statistics_table(described),
         "groups": _groups(checkpoint),
         "recognised": [
             *map(str, checkpoint.evidence),
@@ -346,17 +343,6 @@ def _dtypes(described: Description) -> FigureTable:
     return FigureTable(headings, rows, frozenset({2, 3, 4, 5}), shares=frozenset({5}))
 
 
-def _statistics(described: Description) -> FigureTable:
-    rows = [
-        (named.section, named.key, *("-" if number is None else f"{number:.4g}" for number in stats.numbers))
-        for named, stats in zip(described.tensors, described.stats or (), strict=False)
-        if named.tensor.shape and stats is not None
-    ]
-    headings = ["section", "key", "min", "max", "mean", "std", "norm"]
-    more = more_text(len(rows), "tensor", f": inspect {flags.stats!s} {flags.json!s} lists them all")
-    return FigureTable(headings, rows, frozenset(range(2, 7)), more=more)
-
-
 def _groups(checkpoint: Checkpoint) -> FigureTable:
     """The settings of each param group."""
     groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
@@ -367,122 +353,3 @@ def _groups(checkpoint: Checkpoint) -> FigureTable:
         rows.append((number, count_text(len(group.members or ())), ", ".join(hyper)))
     headings = ["group", "parameters", "settings"]
     return FigureTable(headings, rows, frozenset({0, 1}), more=more_text(len(rows), "group"), longest=2000)
-
-
-def _optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any]:
-    """For the template: the states, how many parameters have each, and whether the steps agree.
-
-    Steps that are tensors have values only if ``described`` has statistics. As for ``verify``, only those of one param
-    group must agree: a group may have been added later.
-    """
-    listed = optim.grouped_keys()
-    group_of = optim.group_of()
-    steps_of_group: dict[int | None, set[float]] = {}
-    parameters = len(dict.fromkeys([*listed, *optim.state]))
-    without_state = [str(key) for key in listed if not optim.state.get(key)]
-    dtypes: dict[str, Counter[str]] = {}  # of each state
-    steps: Counter[float] = Counter()
-    steps_not_read = 0
-    measured = _measured_steps(described)
-    for key, states in optim.state.items():
-        for state, value in states.items():
-            dtype = value.dtype.name if isinstance(value, Tensor) else type(value).__name__
-            dtypes.setdefault(state, Counter())[dtype] += 1
-            if state == "step":
-                step = as_float(value) if isinstance(value, (int, float)) else measured.get(str(key))
-                if step is None:
-                    steps_not_read += 1
-                else:
-                    steps[step] += 1
-                    steps_of_group.setdefault(group_of.get(key), set()).add(step)
-    rows = [
-        (
-            state,
-            count_text(counts.total()),
-            "all" if counts.total() == parameters else f"{count_text(parameters - counts.total())} without",
-            ", ".join(f"{dtype} {count_text(count)}" for dtype, count in counts.items()),
-        )
-        for state, counts in dtypes.items()
-    ]
-    disagree = any(len(of_group) > 1 for of_group in steps_of_group.values())
-    if steps:
-        if len(steps) == 1 and not disagree:
-            ((step, count),) = steps.items()
-            which = "all" if count == parameters else f"{count_text(count)} of"
-            text = f"{which} {plural(parameters, 'parameter', 'are')} at step {step_text(step)}"
-        else:
-            verdict = "disagree" if disagree else "agree within each param group"
-            text = f"the steps {verdict}: {_steps_text(steps)}"
-    else:
-        text = (
-            f"the values of step were not read ({flags.stats!s} reads them)" if steps_not_read else "no step is stored"
-        )
-    more = f" and {count_text(len(without_state) - 50)} more" if len(without_state) > 50 else ""
-    headings = ["state", "parameters", "of all", "dtypes"]
-    return {
-        "steps": f"{text[:1].upper()}{text[1:]}." if steps else f"{plural(parameters, 'parameter')}; {text}",
-        "problems": [f"optimizer: {text}"] if disagree else [],
-        "states": FigureTable(headings, rows, frozenset({1}), more=more_text(len(rows), "state")),
-        "without": ", ".join(map(clipped, without_state[:50])) + more,
-    }
-
-
-def _measured_steps(described: Description) -> dict[str, float]:
-    """The values of steps that are one-element tensors, by parameter."""
-    steps: dict[str, float] = {}
-    for named, stats in zip(described.tensors, described.stats or (), strict=False):
-        is_step = named.section is Section.OPTIM and named.state == "step" and named.tensor.numel == 1
-        if is_step and stats is not None and stats.min is not None:
-            steps[named.param] = stats.min
-    return steps
-
-
-def _steps_text(steps: Mapping[float, int]) -> str:
-    """Each step and how many parameters are at it, the most common one first."""
-    by_count = sorted(steps.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{step_text(value)} for {plural(count, 'parameter')}" for value, count in by_count[:8])
-    return shown + (f" and {len(by_count) - 8} more values" if len(by_count) > 8 else "")
-
-
-def _not_finite(
-    tensors: Sequence[NamedTensor], stats: Sequence[Stats | None], buffers: frozenset[str]
-) -> tuple[list[str], list[str]]:
-    """A line for each tensor that contains NaN or Inf, and one for each of ``buffers`` with only Inf, as masks have."""
-    lines: tuple[list[str], list[str]] = [], []
-    for named, values in zip(tensors, stats, strict=True):
-        if values is not None and (values.nan or values.inf):
-            elements = f"{values.nan:,} NaN and {values.inf:,} Inf of {named.tensor.numel:,} elements"
-            is_mask = named.section is Section.MODEL and named.key in buffers and not values.nan
-            lines[is_mask].append(f"{named.section} {named.key}: {elements}")
-    return lines
-
-
-def _magnitudes(tensors: Sequence[NamedTensor], stats: Sequence[Stats | None]) -> list[dict[str, Any]]:
-    """For the template: the root mean squares of the model's parameters, and of each optimizer state in the shape of
-    its parameter.
-    """
-    groups: dict[str, list[tuple[float, str]]] = {}
-    for named, values in zip(tensors, stats, strict=True):
-        if named.section is Section.EXTRA or not named.tensor.numel or values is None or values.norm is None:
-            continue
-        if named.section is Section.MODEL and named.state is not None:  # inside a value
-            continue
-        if named.section is Section.OPTIM and (named.state is None or not named.tensor.shape):
-            continue
-        title = "weights" if named.section is Section.MODEL else str(named.state)
-        groups.setdefault(title, []).append((values.norm / math.sqrt(named.tensor.numel), named.key))
-    return [_magnitude(title, values) for title, values in groups.items()]
-
-
-def _magnitude(title: str, values: Sequence[tuple[float, str]]) -> dict[str, Any]:
-    """``smallest``, ``largest``: (root mean square, key) of those above 0."""
-    nonzero = [(value, key) for value, key in values if value > 0]
-    exponents = Counter(math.floor(math.log10(min(value, sys.float_info.max))) for value, _ in nonzero)
-    zeros = len(values) - len(nonzero)
-    return {
-        "title": title,
-        "bars": histogram(exponents, zeros),
-        "smallest": min(nonzero, default=None),
-        "largest": max(nonzero, default=None),
-        "zeros": zeros,
-    }

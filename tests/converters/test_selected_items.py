@@ -17,7 +17,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.dcp.items import ItemReader
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
-from fsdpckpt.readers.dcp.items import have_items, items_of
+from fsdpckpt.readers.dcp.item_numbers import have_items, items_of
 from fsdpckpt.readers.protocol import Locate
 from tests.readers.played_ranks import save_as_ranks, shard, shard_rows_twice
 

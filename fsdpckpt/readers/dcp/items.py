@@ -3,14 +3,14 @@
 An item is one ``torch.save`` archive. With ``SerializationFormat.SAFETENSORS`` a data file holds one safetensors blob
 instead, and only its header gives the place of a chunk (``filesystem.py``: the offset in ``.metadata`` is the blob's).
 
-If rows do not divide evenly the metadata can be wrong; then the items decide (``_correct_uneven``).
+If rows do not divide evenly the metadata can be wrong; then the items decide (``correct_uneven``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -20,14 +20,13 @@ from fsdpckpt.errors import COPY_AGAIN, SourceCorruptError, SourceIncompleteErro
 from fsdpckpt.formats.dcp.items import ItemReader, Structures, item_ends
 from fsdpckpt.formats.safetensors import read_header
 from fsdpckpt.formats.torch import ChecksumRow, load_torch, notes_on_defaultdicts
-from fsdpckpt.ir.checkpoint import Checksums, Note, SourceFile
+from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.files import stored_by_number
-from fsdpckpt.ir.placements import MeshShape, Shard
-from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor, contiguous_stride, distinct
+from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Value, leaf_tensors
-from fsdpckpt.layouts import as_fully_shard, mesh_box
 from fsdpckpt.readers.dcp.directory import DcpDirectory
-from fsdpckpt.readers.protocol import ChunkedTensor, Items, PartContents
+from fsdpckpt.readers.dcp.uneven import correct_uneven
+from fsdpckpt.readers.protocol import ChunkedTensor, PartContents
 from fsdpckpt.readers.safetensors import sharding_info
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
@@ -68,13 +67,13 @@ def locate_chunks(directory: DcpDirectory, sources: Sources, tree: PartContents)
     tree.checksums = Checksums.joined([tree.checksums, *checksums])
     uneven = [tensor for tensor in declared if tensor.key in resized]
     if uneven:
-        _correct_uneven(directory, uneven, located, tree)
+        correct_uneven(directory, uneven, located, tree)
     return list(located.values())
 
 
 def locate_some(directory: DcpDirectory, sources: Sources, tree: PartContents) -> list[ChunkedTensor] | None:
     """``locate_chunks`` of a directory's metadata for some of its tensors. None if items have other sizes than it
-    declares: ``_correct_uneven`` needs those of all tensors.
+    declares: ``correct_uneven`` needs those of all tensors.
     """
     _, located, resized, checksums = _located(directory, sources)
     if resized:
@@ -245,93 +244,6 @@ def _refuse(contents: _Contents, directory: DcpDirectory, mismatched: npt.NDArra
     )
 
 
-def _correct_uneven(
-    directory: DcpDirectory, uneven: Sequence[ChunkedTensor], located: dict[str, ChunkedTensor], tree: PartContents
-) -> None:
-    """Give the tensors ``uneven`` (as declared), whose items have other sizes, the boxes that the ranks held, or refuse
-    them.
-
-    If FSDP2 and tensor parallelism both shard dimension 0 and the rows do not divide evenly,
-    ``compute_local_shape_and_global_offset`` (``torch/distributed/tensor/_utils.py``, seen up to torch 2.14) computes
-    other boxes than the ranks hold, and DCP stores the computed ones. The items have their true number of rows, and the
-    ranks that wrote them determine which rows these are, by the rule in ``layouts.as_fully_shard``. One mesh must
-    explain all items.
-    """
-    world_size = directory.world_size
-    sizes = [size for size in range(2, world_size // 2 + 1) if world_size % size == 0]
-    answers: dict[str, list[Int64Array]] = {tensor.key: [] for tensor in uneven}
-    for size in sizes:
-        starts = _starts_on(MeshShape((world_size // size, size)), uneven, located)
-        for key, start in starts.items():
-            answers[key].append(start)
-    unexplained: dict[str, str] = {}
-    for tensor in uneven:
-        chunks, possible = located[tensor.key].chunks, answers[tensor.key]
-        if not possible or any(not np.array_equal(start, possible[0]) for start in possible[1:]):
-            unexplained[tensor.key] = _difference(tensor, chunks)
-            continue
-        start = np.column_stack([possible[0], chunks.start[:, 1:]])
-        located[tensor.key] = tensor._replace(chunks=chunks.with_boxes(start=start))
-    if unexplained:
-        raise SourceCorruptError(
-            f"{directory.path}: {plural(len(unexplained), 'tensor', 'have')} items that do not have the declared size",
-            details=list(unexplained.values())[:50],
-            file=directory.path,
-            key=next(iter(unexplained)),
-            why="FSDP2 x tensor parallel with uneven rows makes torch declare wrong chunks; here several ranks "
-            "declared the same chunk, so that rows were never stored, or no single mesh explains the sizes; or two "
-            "saves are mixed",
-            next_step="save full state dicts, or one torch.save file per rank",
-        )
-    message = (
-        f"the metadata declares wrong chunks for {plural(len(uneven), 'tensor')} (uneven rows, FSDP2 x TP); they were "
-        "placed by the sizes the items really have"
-    )
-    tree.notes.append(Note("chunks-corrected", message, uneven[0].key))
-
-
-def _starts_on(
-    mesh: MeshShape, uneven: Sequence[ChunkedTensor], located: Mapping[str, ChunkedTensor]
-) -> dict[str, Int64Array]:
-    """For each of the tensors ``uneven``, by key, the first row of each item; {} unless ``mesh`` (FSDP's ranks, tensor
-    parallel ranks) explains all of them: each item has exactly its rank's rows, and every row exists once.
-    """
-    starts: dict[str, Int64Array] = {}
-    for tensor in uneven:
-        declared, chunks = tensor.chunks, located[tensor.key].chunks
-        if not tensor.shape or (chunks.size[:, 1:] != np.array(tensor.shape[1:], np.int64)).any():
-            return {}
-        start, size = _rows_on(mesh, tensor.shape[0], tuple(chunks.rank.tolist()))
-        # If the declared size is right, torch's declared place is right too: no counterexample was seen.
-        declared_right = (size > 0) & (declared.size[:, 0] == size)
-        if (
-            (size != chunks.size[:, 0]).any()
-            or (start != declared.start[:, 0])[declared_right].any()
-            or size.sum() != tensor.shape[0]
-            or len(distinct(chunks.rank)) < len(chunks)
-        ):
-            return {}
-        starts[tensor.key] = start
-    return starts
-
-
-@lru_cache(maxsize=256)  # many tensors have the same rows
-def _rows_on(mesh: MeshShape, rows: int, ranks: tuple[int, ...]) -> tuple[Int64Array, Int64Array]:
-    """The first row that each of ``ranks`` holds, and how many, if both dimensions of ``mesh`` shard ``rows``."""
-    sharding = as_fully_shard(mesh, (Shard(0), Shard(0)))
-    boxes = [mesh_box((rows,), sharding, rank) for rank in ranks]
-    start = np.array([box.offsets[0] for box in boxes], np.int64)
-    return start, np.array([box.sizes[0] for box in boxes], np.int64)
-
-
-def _difference(declared: ChunkedTensor, chunks: Chunks) -> str:
-    differs = np.flatnonzero((declared.chunks.size != chunks.size).any(axis=1))[:4]
-    columns = (declared.chunks.start, declared.chunks.size, chunks.size)
-    rows = zip(*(map(tuple, column[differs].tolist()) for column in columns), strict=True)
-    texts = [f"at {start} declared {size}, stored {stored}" for start, size, stored in rows]
-    return f"{declared.key}: {'; '.join(texts)}"
-
-
 def _read_blobs(contents: _Contents, directory: DcpDirectory, sources: Sources) -> None:
     """Read files in the safetensors format: the header decides. A file has each name once, so a second chunk
     was lost.
@@ -415,36 +327,6 @@ def is_located(tensor: Tensor) -> bool:
     return chunks.item is None or bool((chunks.offset >= 0).all())
 
 
-def items_of(tensors: Iterable[Tensor]) -> Items:
-    """All items of ``tensors``. A reader may have joined tensors of the directory, and left out chunks without
-    elements: any of these may hold the first item of one.
-    """
-    stored = [(each.chunks.file, each.chunks.item) for each in tensors if each.chunks.item is not None]
-    numbers = [_item_numbers(file, item) for file, item in stored]
-    return distinct(np.concatenate(numbers)) if numbers else np.zeros(0, np.int64)
-
-
-def have_items(stored: Sequence[tuple[Int64Array, Int64Array]], items: Items) -> list[bool]:
-    """Whether each tensor, of which ``stored`` has the files and the items of its chunks, has one of ``items``."""
-    if not len(items) or not stored:
-        return [False] * len(stored)
-    numbers = np.concatenate([_item_numbers(file, item) for file, item in stored])
-    at = np.searchsorted(items, numbers)
-    found = items[np.minimum(at, len(items) - 1)] == numbers
-    before = np.concatenate([[0], np.cumsum(found)])
-    ends = np.cumsum([0, *(len(file) for file, _ in stored)])
-    has_one: list[bool] = (before[ends[1:]] > before[ends[:-1]]).tolist()
-    return has_one
-
-
-def _item_numbers(file: Int64Array, item: Int64Array) -> Int64Array:
-    """One number for each item, by its file and where it begins. Several items of impossible places may have one."""
-    return file * _MAX_BEGIN + item[:, 0]
-
-
-_MAX_BEGIN = 1 << 46
-
-
 class LocatedRows(NamedTuple):
     """What ``locate_rows`` found: the tensors, and the checksums of the items that it opened."""
 
@@ -457,7 +339,7 @@ def locate_rows(
 ) -> LocatedRows | None:
     """Each tensor reduced to those rows of its chunks, located. Items are opened in the order of their file.
 
-    None if an item differs from the metadata: ``_correct_uneven`` needs all items, so the checkpoint must be opened
+    None if an item differs from the metadata: ``correct_uneven`` needs all items, so the checkpoint must be opened
     with ``Locate.ALL``. Raises what ``ItemReader.tensors`` raises.
     """
     located = [replace(tensor, chunks=tensor.chunks.take(rows)) for tensor, rows in wanted]

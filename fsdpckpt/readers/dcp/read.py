@@ -26,7 +26,8 @@ from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
 from fsdpckpt.readers.dcp.directory import DcpDirectory, open_directory
-from fsdpckpt.readers.dcp.items import declared_chunks, have_items, locate_chunks, locate_some, read_values
+from fsdpckpt.readers.dcp.item_numbers import have_items
+from fsdpckpt.readers.dcp.items import declared_chunks, locate_chunks, locate_some, read_values
 from fsdpckpt.readers.dcp.overlaps import shared_bytes
 from fsdpckpt.readers.protocol import ChunkedTensor, FileTable, Items, Locate, PartContents, build_tensors
 from fsdpckpt.storage.sources import Sources
