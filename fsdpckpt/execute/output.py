@@ -175,12 +175,15 @@ class Output:
             self._file.close()
 
 
-def write_window(output: Output, assembler: Assembler, begin: int, end: int) -> Part:
-    """Assemble, checksum and write the bytes [begin, end) of one target file. An empty window still opens the file."""
+def write_window(output: Output, assembler: Assembler, begin: int, end: int, *, into: memoryview | None = None) -> Part:
+    """Assemble, checksum and write the bytes [begin, end) of one target file. An empty window still opens the file.
+
+    ``into``: assemble them there, where most of them may be.
+    """
     target = output.open()
     part = (begin, 0, 0)
     if begin < end:
-        view = assembler.assemble(output.plan, begin, end)
+        view = assembler.assemble(output.plan, begin, end, into=into)
         sums = assembler.sums(view)
         output.checks.window(begin, view, sums)
         part = (begin, len(view), sums.of(begin, end))

@@ -253,7 +253,8 @@ class _Run:
 
         def copy(thread: int, window: Window) -> None:
             output = self.outputs[window.segment]
-            part = write_window(output, assemblers[thread], window.begin, window.end)
+            place = self.exchange.buffers.place_of(window) if self.exchange is not None else None
+            part = write_window(output, assemblers[thread], window.begin, window.end, into=place)
             if self.recorder is not None:
                 number = self.job.segments[window.segment].file
                 self.recorder.wrote(number, output.open(), part, received=window.round >= 0)
@@ -287,7 +288,7 @@ class _Run:
         nbytes = sum(output.plan.nbytes for output in shared.values())
         with group.silent_for(nbytes / SLOWEST_DISK):
             states = {number: list(output.export()) for number, output in shared.items()}
-        sent = self.exchange.sent if self.exchange is not None else {}
+        sent = self.exchange.sums.by_rank if self.exchange is not None else {}
         staged = (self.staged.parts(), self.staged.wrong)
         parts = self.check.parts() if group.rank or len(self.job.claims) else NO_PARTS
         gathered = group.all_gather_objects((states, parts, sent, staged), name="join")

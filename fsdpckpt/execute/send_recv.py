@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +24,20 @@ from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.checks import Part, SourceCheck, combine
 from fsdpckpt.execute.job import Job
 from fsdpckpt.execute.window import CHECKSUM_BLOCK, Assembler, CopyPool, SourceReader
+from fsdpckpt.execute.window_sums import WindowSums
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Int64Array
-from fsdpckpt.plan.transfer import TransferPlan
+from fsdpckpt.plan import FilePlan
+from fsdpckpt.plan.streams import ALIGNMENT
+from fsdpckpt.plan.transfer import TransferPlan, Window
+from fsdpckpt.storage.local import aligned_buffer
 from fsdpckpt.storage.sources import Sources
 
 
 class TransferRun:
     """This rank's part in carrying out a ``TransferPlan``.
 
-    ``reader``: reads the sources of the job, and what this rank receives. ``sent``: for each peer the CRC-32 of all
-    that this rank has sent to it so far.
+    ``reader``: reads the sources of the job, and what this rank receives. ``sums``: of all that it has sent so far.
     """
 
     def __init__(self, group: Group, job: Job, transfers: TransferPlan, sources: Sources, check: SourceCheck) -> None:
@@ -44,9 +48,11 @@ class TransferRun:
         windows_of_round = Counter(window.round for window in transfers.windows if window.round >= 0)
         held = job.settings.rounds_held
         pinned = torch.device(group.device).type == "cuda"  # a GPU copies to it directly
-        self.buffers = ReceiveBuffers(transfers.receives, windows_of_round, transfers.rounds, held, pinned=pinned)
+        self.buffers = ReceiveBuffers(
+            transfers.receives, windows_of_round, transfers.rounds, held, in_place=transfers.in_place, pinned=pinned
+        )
         self.reader = StreamReader(job.files, sources, self.buffers, group.world_size)
-        self.sent: dict[int, int] = {}
+        self.sums = SentSums(transfers.streams)
         self._begins = {peer: np.cumsum(column) - column for peer, column in transfers.sends.items()}
 
     def run(self, pool: CopyPool, watch: Callable[[], None]) -> None:
@@ -90,8 +96,7 @@ class TransferRun:
         begin = int(self._begins[peer][number]) + offset
         stream, view = self._transfers.streams[peer], buffer.numpy().data
         assembler.assemble(stream, begin, begin + len(buffer), into=view)
-        crc = assembler.sums(view).of(begin, begin + len(buffer))
-        self.sent[peer] = crc32_combine(self.sent.get(peer, 0), crc, len(buffer))  # each stream is sent in order
+        self.sums.add(peer, begin, begin + len(buffer), assembler.sums(view))
 
     def _receive_into(self, number: int, peer: int, offset: int, count: int) -> torch.Tensor:
         return torch.from_numpy(self.buffers.part(peer, number, offset, count))
@@ -99,7 +104,35 @@ class TransferRun:
     def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
         """Raises WorkerError if this rank did not receive what was sent to it. ``sums[s]``: ``sent`` of rank s."""
         rank = self._group.rank
-        self.reader.require_what_was_sent({sender: sent[rank] for sender, sent in enumerate(sums) if rank in sent})
+        self.reader.require_what_was_sent(
+            {sender: sent[rank] for sender, sent in enumerate(sums) if rank in sent}, self._transfers.received
+        )
+
+
+class SentSums:
+    """The CRC-32 of what was sent to each rank so far, ``by_rank``: of tensors' bytes, without the gaps in windows.
+
+    ``streams``: of the ``TransferPlan``.
+    """
+
+    def __init__(self, streams: Mapping[int, FilePlan]) -> None:
+        self.by_rank: dict[int, int] = {}
+        self._runs = {rank: _runs(stream) for rank, stream in streams.items()}
+
+    def add(self, rank: int, begin: int, end: int, sums: WindowSums) -> None:
+        """The bytes [begin, end) of the stream to ``rank`` are sent; each stream is sent in order."""
+        runs = self._runs[rank]
+        low, high = int(runs[:, 1].searchsorted(begin, side="right")), int(runs[:, 0].searchsorted(end))
+        for first, last in runs[low:high].tolist():
+            first, last = max(first, begin), min(last, end)  # noqa: PLW2901
+            self.by_rank[rank] = crc32_combine(self.by_rank.get(rank, 0), sums.of(first, last), last - first)
+
+
+def _runs(stream: FilePlan) -> Int64Array:
+    """Where the bytes of tensors in ``stream`` begin and end, as rows: those that follow each other are one row."""
+    begins, ends = stream.write_items[:, 0], stream.write_items.sum(axis=1)
+    apart = np.flatnonzero(begins[1:] != ends[:-1])
+    return np.stack([begins[np.append(0, apart + 1)], ends[np.append(apart, len(ends) - 1)]], axis=1)
 
 
 def _at(counts: Mapping[int, Int64Array], peer: int, number: int) -> int:
@@ -114,7 +147,8 @@ class ReceiveBuffers:
     """Holds the rounds that were received until all of their windows are written.
 
     ``receives[s]``: bytes of each of the ``rounds`` from rank s. ``windows[n]``: how many windows need the bytes of
-    round n. ``capacity``: how many rounds are held at once. ``pinned``: in memory that a GPU copies to.
+    round n. ``capacity``: how many rounds are held at once. ``in_place``: of the ``TransferPlan``. ``pinned``: in
+    memory that a GPU copies to.
     """
 
     def __init__(
@@ -124,21 +158,28 @@ class ReceiveBuffers:
         rounds: int,
         capacity: int,
         *,
+        in_place: Mapping[Window, tuple[int, int]] | None = None,
         pinned: bool = False,
     ) -> None:
+        self._in_place = in_place or {}
+        aligned = {(sender, window.round) for window, (sender, _) in self._in_place.items()}
         totals = np.zeros(rounds, np.int64)
         self._position: dict[int, Int64Array] = {}  # where in the buffer of each round the part of a sender begins
         self._begin: dict[int, Int64Array] = {}  # the offset in the stream of a sender at which a round begins
         for sender, counts in sorted(receives.items()):
-            self._position[sender] = totals.copy()
             self._begin[sender] = np.cumsum(counts) - counts
+            for number in (number for source, number in aligned if source == sender):
+                totals[number] += -totals[number] % ALIGNMENT
+            self._position[sender] = totals.copy()
             totals += counts
         size = int(totals.max()) if rounds else 0
         self._windows_left = dict(windows)
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
         # numpy copies without blocking other threads, unlike memoryviews.
         self._free = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy() if pinned else np.empty(size, np.uint8)
+            torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            if pinned
+            else np.frombuffer(aligned_buffer(size), np.uint8)
             for _ in range(min(capacity, rounds))
         ]
         self._lock = threading.Lock()
@@ -167,11 +208,23 @@ class ReceiveBuffers:
         begin = int(self._position[sender][number]) + offset
         return self._buffers[number][begin : begin + nbytes]
 
-    def read_into(self, sender: int, offset: int, buffer: memoryview) -> None:
-        """Read bytes of the stream of ``sender``, from a round that is held."""
+    def place_of(self, window: Window) -> memoryview | None:
+        """The memory in which most of ``window`` was received, aligned as it is in the file; None if it was not."""
+        if window not in self._in_place:
+            return None
+        sender, begin = self._in_place[window]
+        return self.stream(sender, begin, window.end - window.begin).data
+
+    def stream(self, sender: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """The buffer for ``nbytes`` of the stream of ``sender``, from a round that is held."""
         number = int(np.searchsorted(self._begin[sender], offset, side="right")) - 1
-        position = int(self._position[sender][number] + offset - self._begin[sender][number])
-        np.frombuffer(buffer, np.uint8)[:] = self._buffers[number][position : position + len(buffer)]
+        return self.part(sender, number, offset - int(self._begin[sender][number]), nbytes)
+
+    def read_into(self, sender: int, offset: int, buffer: memoryview) -> None:
+        """Read bytes of the stream of ``sender``, from a round that is held. What is in its place is not copied."""
+        received, target = self.stream(sender, offset, len(buffer)), np.frombuffer(buffer, np.uint8)
+        if received.ctypes.data != target.ctypes.data:
+            target[:] = received
 
     def close(self) -> None:
         """Free the memory. Nothing is read afterwards."""
@@ -207,21 +260,25 @@ class StreamReader(SourceReader):
         self._received[sender].append((offset, len(view), crc))
         return crc
 
-    def require_what_was_sent(self, sent: Mapping[int, int]) -> None:
-        """Raises WorkerError if what was read differs from ``sent``: for each sender, the checksum of its stream."""
+    def require_what_was_sent(self, sent: Mapping[int, int], nbytes: Mapping[int, int]) -> None:
+        """Raises WorkerError if what was read differs from ``sent``: for each sender, the checksum of its stream.
+
+        ``nbytes``: of tensors, from each sender.
+        """
         for sender, parts in enumerate(self._received):
             parts.sort()
-            end = 0
-            for offset, nbytes, _ in parts:
-                if offset != end:
-                    raise InternalError(
-                        f"bytes {min(offset, end)} of worker {sender}'s stream were read twice, or skipped"
-                    )
-                end += nbytes
+            twice = next((part[0] for last, part in pairwise(parts) if part[0] < last[0] + last[1]), None)
+            total = sum(length for _, length, _ in parts)
+            if twice is not None or total != nbytes.get(sender, 0):
+                raise InternalError(
+                    f"bytes of worker {sender}'s stream were read twice, or skipped",
+                    expected=f"{nbytes.get(sender, 0)} bytes",
+                    found=f"{total}" if twice is None else f"those at {twice} twice",
+                )
             found, expected = combine(parts), sent.get(sender, 0)
             if found != expected:
                 raise WorkerError(
-                    f"the {end} bytes received from worker {sender} differ from what it sent",
+                    f"the {total} bytes received from worker {sender} differ from what it sent",
                     expected=f"CRC-32 {expected:08x}",
                     found=f"{found:08x}",
                     why="the memory of one of the two machines, or the network between them, damages data",

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import Copies, CopyParts, FilePlan, Plan, open_windows, split_copies
+from fsdpckpt.plan.streams import Parts, Stream, bytes_held, lay_out_stream, parts_in_place
 from fsdpckpt.plan.written import BEGIN, END, NOTHING_WRITTEN, rows_of
 
 _SNAP = 0.05  # of a part: a rank may write this fraction more if a file then has one writer instead of two
@@ -148,7 +149,9 @@ class TransferPlan:
 
     ``files[segment]``: the plan by which it fills its windows of that segment; in it, the streams of all ranks follow
     the source files. ``streams[o]``: the stream to rank o, as the plan of a file made from this rank's sources.
-    ``sends[o]``, ``receives[s]``: bytes in each round. ``rounds``: the number of rounds in which this rank takes part.
+    ``sends[o]``, ``receives[s]``: bytes in each round, with those that only keep windows in place. ``in_place``: the
+    windows that are received where they are written from: the sender, and where in its stream they begin.
+    ``received[s]``: bytes of tensors from rank s. ``rounds``: the number of rounds in which this rank takes part.
     """
 
     windows: tuple[Window, ...]
@@ -156,19 +159,23 @@ class TransferPlan:
     streams: dict[int, FilePlan]
     sends: dict[int, Int64Array]
     receives: dict[int, Int64Array]
+    in_place: dict[Window, tuple[int, int]]
+    received: dict[int, int]
     rounds: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Need:
-    """What rank ``owner`` cannot read: parts by segment, the rank that sends each, and its round."""
+    """What rank ``owner`` cannot read: copies by segment, all of their parts, and the stream of each rank that sends
+    some.
+    """
 
     owner: int
     windows: list[Window]
-    parts: list[tuple[int, CopyParts]]
-    sender: Int64Array
-    round: Int64Array
-    nbytes: Int64Array
+    copies: list[tuple[int, CopyParts]]
+    parts: Parts
+    streams: dict[int, Stream]
+    rounds: int
 
 
 def plan_transfers(
@@ -196,17 +203,30 @@ def plan_transfers(
     served[rank] = True
     search = _NeedSearch(plan, segments, seen_by, senders, window, round_bytes, written)
     needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if served[owner]]
-    rounds = max((int(need.round.max()) + 1 for need in needs if len(need.round)), default=0)
+    rounds = max((need.rounds for need in needs), default=0)
     own_need = next(need for need in needs if need.owner == rank)
-    streams = {need.owner: _stream(need, rank) for need in needs if (need.sender == rank).any()}
+    sent = {need.owner: need.streams[rank] for need in needs if rank in need.streams}
     return TransferPlan(
         windows=tuple(own_need.windows),
         files=_files_with_streams(plan, segments, own_need, seen_by, rank),
-        streams=streams,
-        sends={need.owner: _by_round(need, rank, rounds) for need in needs if need.owner in streams},
-        receives={s: _by_round(own_need, s, rounds) for s in sorted(set(own_need.sender.tolist()))},
+        streams={need.owner: _stream(need, rank) for need in needs if rank in need.streams},
+        sends={owner: _in_rounds(stream.counts, rounds) for owner, stream in sent.items()},
+        receives={sender: _in_rounds(stream.counts, rounds) for sender, stream in own_need.streams.items()},
+        in_place={
+            own_need.windows[number]: (sender, at)
+            for sender, stream in own_need.streams.items()
+            for number, at in stream.windows.items()
+        },
+        received={
+            sender: int(own_need.parts.nbytes[stream.parts].sum()) for sender, stream in own_need.streams.items()
+        },
         rounds=rounds,
     )
+
+
+def _in_rounds(counts: Int64Array, rounds: int) -> Int64Array:
+    """``counts`` of a rank, which may need fewer rounds than others."""
+    return np.append(counts, np.zeros(rounds - len(counts), np.int64))
 
 
 def _choose_senders(seen_by: SeenBy) -> Int64Array:
@@ -233,7 +253,7 @@ class _NeedSearch:
     def of_owner(self, owner: int, numbers: Sequence[int]) -> _Need:
         """What ``owner`` cannot read of ``numbers``, its segments."""
         bounds: list[tuple[int, int, int]] = []
-        parts: list[tuple[int, CopyParts]] = []
+        copies: list[tuple[int, CopyParts]] = []
         windows_of_parts: list[Int64Array] = []
         for number in numbers:
             segment = self.segments[number]
@@ -247,18 +267,31 @@ class _NeedSearch:
             if unreadable.any():
                 needed = split_copies(file, self.plan, unreadable, begins, ends)
                 if len(needed.nbytes):
-                    parts.append((number, needed))
+                    copies.append((number, needed))
                     windows_of_parts.append(needed.window + first)
-        if parts:
-            window_of = np.concatenate(windows_of_parts)
-            nbytes = np.concatenate([needed.nbytes for _, needed in parts])
-            sender = np.concatenate([self.senders[needed.copies.file, owner] for _, needed in parts])
-        else:
-            window_of = nbytes = sender = np.zeros(0, np.int64)
-        per_window = np.bincount(window_of, weights=nbytes, minlength=len(bounds)).astype(np.int64)
-        rounds = _fill_rounds(per_window, self.round_bytes)
-        windows = [Window(*bound, int(number)) for bound, number in zip(bounds, rounds, strict=True)]
-        return _Need(owner, windows, parts, sender, rounds[window_of], nbytes)
+        sizes = np.array([end - begin for _, begin, end in bounds], np.int64)
+        window_of = np.concatenate([*windows_of_parts, np.zeros(0, np.int64)])
+        needed_parts = _parts([needed for _, needed in copies], window_of, self.senders[:, owner])
+        in_place = parts_in_place(needed_parts, sizes)
+        round_of = _fill_rounds(bytes_held(needed_parts, in_place, sizes), self.round_bytes)
+        rounds = int(round_of.max(initial=-1)) + 1
+        windows = [Window(*bound, int(number)) for bound, number in zip(bounds, round_of, strict=True)]
+        streams = {
+            sender: lay_out_stream(needed_parts, sender, in_place, windows, round_of, rounds)
+            for sender in sorted(set(needed_parts.sender.tolist()))
+        }
+        return _Need(owner, windows, copies, needed_parts, streams, rounds)
+
+
+def _parts(needed: Sequence[CopyParts], window_of: Int64Array, senders: Int64Array) -> Parts:
+    """All parts of ``needed``. ``senders[file]``: which rank sends bytes of it."""
+    if not needed:
+        nothing = np.zeros(0, np.int64)
+        return Parts(nothing, nothing, nothing, nothing, nothing.astype(np.bool_))
+    columns = np.concatenate([np.stack(each.copies) for each in needed], axis=1)
+    file, _, _, target, _, _, rows, cast = columns
+    nbytes = np.concatenate([each.nbytes for each in needed])
+    return Parts(window_of, senders[file], nbytes, target, (rows == 1) & (cast < 0))
 
 
 def _fill_rounds(nbytes: Int64Array, round_bytes: int) -> Int64Array:
@@ -272,28 +305,21 @@ def _fill_rounds(nbytes: Int64Array, round_bytes: int) -> Int64Array:
     return rounds.astype(np.int64) - (0 if needs.all() else 1)
 
 
-def _by_round(need: _Need, sender: int, rounds: int) -> Int64Array:
-    sent = need.sender == sender
-    counts: Int64Array = np.bincount(need.round[sent], weights=need.nbytes[sent], minlength=rounds).astype(np.int64)
-    return counts
-
-
 def _stream(need: _Need, sender: int) -> FilePlan:
     """The stream from ``sender`` to the owner, as a file that an ``Assembler`` can fill."""
-    table = np.concatenate([np.stack(needed.copies) for _, needed in need.parts], axis=1)
-    chosen = need.sender == sender
-    file, source, source_pitch, _, _, _, rows, _ = table[:, chosen]
-    nbytes = need.nbytes[chosen]
+    table = np.concatenate([np.stack(needed.copies) for _, needed in need.copies], axis=1)
+    stream = need.streams[sender]
+    file, source, source_pitch, _, _, _, rows, _ = table[:, stream.parts]
+    nbytes = need.parts.nbytes[stream.parts]
     width = nbytes // rows
-    target = np.cumsum(nbytes) - nbytes
     return FilePlan(
         path=f"what worker {sender} sends to worker {need.owner}",
-        nbytes=int(nbytes.sum()),
+        nbytes=int(stream.counts.sum()),
         blob=b"",
         literals=np.zeros((0, 3), np.int64),
-        write_items=np.stack([target, nbytes], axis=1),
+        write_items=np.stack([stream.offset, nbytes], axis=1),
         first_copy=np.arange(len(nbytes) + 1),
-        copies=Copies(file, source, source_pitch, target, width, width, rows, np.full(len(nbytes), -1)),
+        copies=Copies(file, source, source_pitch, stream.offset, width, width, rows, np.full(len(nbytes), -1)),
         checksums=np.zeros((0, 4), np.int64),
     )
 
@@ -303,15 +329,14 @@ def _files_with_streams(
 ) -> dict[int, FilePlan]:
     """For each segment the plan of its file, taking from streams what this rank does not see."""
     files = {window.segment: plan.files[segments[window.segment].file] for window in need.windows}
-    position = np.zeros(len(need.nbytes), np.int64)
-    for sender in sorted(set(need.sender.tolist())):
-        sent = need.sender == sender
-        position[sent] = np.cumsum(need.nbytes[sent]) - need.nbytes[sent]
+    position = np.zeros(len(need.parts.nbytes), np.int64)
+    for stream in need.streams.values():
+        position[stream.parts] = stream.offset
     first = 0
-    for number, needed in need.parts:
+    for number, needed in need.copies:
         rows = slice(first, first + len(needed.nbytes))
         first = rows.stop
-        files[number] = _with_streams(files[number], needed, seen_by, rank, need.sender[rows], position[rows])
+        files[number] = _with_streams(files[number], needed, seen_by, rank, need.parts.sender[rows], position[rows])
     return files
 
 

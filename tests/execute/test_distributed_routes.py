@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import tempfile
-import zlib
 from collections import Counter
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from fsdpckpt.errors import SourceMissingError, WorkerError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.job import Job, JobSettings, pack_job, unpack_job
 from fsdpckpt.execute.output import Output, write_window
-from fsdpckpt.execute.send_recv import ReceiveBuffers, StreamReader
+from fsdpckpt.execute.send_recv import ReceiveBuffers, SentSums, StreamReader
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
@@ -57,12 +56,13 @@ class Worker:
         )
         windows_of_round = Counter(window.round for window in self.transfers.windows if window.round >= 0)
         self.buffers = ReceiveBuffers(
-            self.transfers.receives, windows_of_round, self.transfers.rounds, job.settings.rounds_held
+            *(self.transfers.receives, windows_of_round, self.transfers.rounds, job.settings.rounds_held),
+            in_place=self.transfers.in_place,
         )
         workers = seen_by.shape[1]
         seen = {file.path for number, file in enumerate(job.files) if seen_by[number, rank]}
         check = SourceCheck(job.files, Checksums.of([]))
-        self.sent: dict[int, int] = {}
+        self.sums = SentSums(self.transfers.streams)
         self.reader = StreamReader(job.files, Machine(seen), self.buffers, workers)
         self.assembler = Assembler(job.plan, self.reader, check, window)
         self.sender = Assembler(job.plan, self.reader, check, 64)
@@ -83,7 +83,8 @@ class Worker:
     def copy(self, number: int) -> None:
         for window in self.transfers.windows:
             if window.round == number:
-                write_window(self.outputs[window.segment], self.assembler, window.begin, window.end)
+                place = self.buffers.place_of(window)
+                write_window(self.outputs[window.segment], self.assembler, window.begin, window.end, into=place)
                 if number >= 0:
                     self.buffers.written(number)
 
@@ -117,7 +118,7 @@ def run(job: Job, seen_by: np.ndarray, folder: str, *, flip: int | None = None) 
                     begin = sent[rank, peer] + offset
                     end = sent[rank, peer] + min(offset + 64, int(counts[number]))
                     data = worker.sender.assemble(worker.transfers.streams[peer], begin, end)
-                    worker.sent[peer] = zlib.crc32(data, worker.sent.get(peer, 0))
+                    worker.sums.add(peer, begin, end, worker.sender.sums(data))
                     place = workers[peer].buffers.part(rank, number, offset, len(data))
                     place[:] = np.frombuffer(data, np.uint8)
                     if flip is not None and crossed <= flip < crossed + len(data):
@@ -145,9 +146,9 @@ def run(job: Job, seen_by: np.ndarray, folder: str, *, flip: int | None = None) 
 
 
 def changed(workers: list[Worker], rank: int) -> bool:
-    sums = {s: worker.sent[rank] for s, worker in enumerate(workers) if rank in worker.sent}
+    sums = {s: worker.sums.by_rank[rank] for s, worker in enumerate(workers) if rank in worker.sums.by_rank}
     try:
-        workers[rank].reader.require_what_was_sent(sums)
+        workers[rank].reader.require_what_was_sent(sums, workers[rank].transfers.received)
     except WorkerError:
         return True
     return False
