@@ -29,7 +29,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "every file is there and complete": ("incomplete", "missing-file", "missing-rank", "truncated", "unreadable"),
     "checksums": ("checksum", "digest", "manifest"),
     TENSORS: ("length", "missing-key", "overlap", "outside", "shape"),
-    "copies of a tensor are equal": ("copies", "replica", "rank-mismatch"),
+    "copies of a tensor are equal": ("copies", "master", "replica", "rank-mismatch"),
     "the optimizer is complete, and its steps agree": ("missing-section", "parameter-order", "state", "step"),
     FINITE: ("not-finite",),
 }

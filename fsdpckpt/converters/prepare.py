@@ -47,6 +47,7 @@ from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.text import size_text
 from fsdpckpt.transform.selection import choose_section, named_section
 from fsdpckpt.verify.elements import without_repeats
+from fsdpckpt.verify.masters import require_rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +71,9 @@ _MOST_BYTES = 1 << 58  # 256 PiB: casts, and copies for several ranks, leave the
 
 
 def prepare(source: str, target: str, options: ConvertOptions, sources: Sources) -> Prepared:
-    """Read ``source``, transform it, lay out ``target`` and plan the copies. Does not read tensor data."""
+    """Read ``source``, transform it, lay out ``target`` and plan the copies. Reads tensor data only where a proof needs
+    some of it.
+    """
     try:
         draft, decision = _select(source, target, options, sources)
     except (SourceIncompleteError, SourceCorruptError) as error:
@@ -178,7 +181,9 @@ def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate
         units=load_units(options.units, sources) if options.units is not None else None,
         ignore_file=options.ignore_file,
     )
-    distinct = without_repeats(whole, sources)
+    if section_of(options.only) is not Section.OPTIM:
+        require_rounded(whole, sources)
+    distinct = without_repeats(replace(whole, copies={}), sources)
     chosen = choose_section(distinct, options.only)
     checkpoint = with_told_masters(chosen, of_one_section(options), sources)
     named = named_section(distinct, options.only)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -186,6 +186,8 @@ class Checkpoint:
     ``ir.sections`` has what is done with them. ``beside``: of a section that was taken out alone, the other optimizers
     of its model, for what they say of its ids and of what is trained. ``units``: those beside the checkpoint.
     ``lacking``: of a checkpoint to write, why the target's framework does not load it until something is done by hand.
+    ``copies``: where the model section has the optimizer's weights, those in another dtype that the model computed
+    with, under the same names. They are compared (``verify.masters``) and never written.
     """
 
     origin: Origin
@@ -200,6 +202,7 @@ class Checkpoint:
     checksums: Checksums = field(default_factory=lambda: Checksums.of([]))
     ledger: Ledger = field(default_factory=Ledger)
     lacking: tuple[str, ...] = ()
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def source(self) -> str:

@@ -30,7 +30,7 @@ ProblemKind: TypeAlias = (
     Literal["checksum", "digest", "length", "missing-file", "missing-rank", "not-finite", "truncated", "unreadable"]
     | Literal["aliased-states", "incomplete", "local-shape", "outside", "overlap", "quantized", "replica", "step"]
     | Literal["flattened", "flattened-lost", "names", "parameter-order", "rank-mismatch", "state", "units"]
-    | Literal["config", "copies", "manifest", "missing-key", "missing-section", "shape", "stray"]
+    | Literal["config", "copies", "manifest", "master", "missing-key", "missing-section", "shape", "stray"]
 )
 """What is wrong, in ``--json``."""
 

@@ -109,6 +109,7 @@ def join(
         checksums=Checksums.joined(part.tree.checksums for part in parts),
         ledger=ledger,
         named=named,
+        copies=main.tree.copies if main is with_model else {},
     )
     return with_masters(checkpoint, sources)
 

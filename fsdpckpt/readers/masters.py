@@ -171,14 +171,16 @@ def _with_params(
     metadata = checkpoint.model.metadata if checkpoint.model is not None else None
     masters = {_place(copy): master for _, copy, master in pairs}
     changed: dict[str, Tensor | Value] = {}
-    copies: set[str] = set()
+    copies: dict[str, Tensor] = {}
     for name, leaf in params.items():  # also the other names of a parameter
         master = masters.get(_place(leaf)) if isinstance(leaf, Tensor) else None
         changed[name] = leaf
         if isinstance(leaf, Tensor) and master is not None:
-            copies |= {leaf.dtype.name} - {master.dtype.name}
+            copies[name] = leaf
             changed[name] = master if leaf.sharded is None else master.with_sharded(leaf.sharded)
-    checkpoint = replace(checkpoint, model=ModelState(changed, metadata)).noted(*notes_on_copies(copies))
+    dtypes = {copy.dtype.name for copy in copies.values()} - {_MASTER_DTYPE}
+    checkpoint = replace(checkpoint, model=ModelState(changed, metadata), copies={**checkpoint.copies, **copies})
+    checkpoint = checkpoint.noted(*notes_on_copies(dtypes))
     return checkpoint.with_extras(lambda extra: remainder(extra, [path]))
 
 

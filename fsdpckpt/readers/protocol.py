@@ -211,7 +211,7 @@ class PartContents:
     types of the DTensors' meshes. ``flavor``: the producer if the content shows it, or "". ``orders``: by the
     path of an optimizer, the keys that the groups list on each rank that lists others, or in another order.
     ``keys_in_order``: as ``Origin.keys_in_order``. ``groups_rebuilt``: as ``Optimizer.rebuilt``, for a reader
-    that makes the groups.
+    that makes the groups. ``copies``: as ``Checkpoint.copies``.
     """
 
     root: Value
@@ -231,6 +231,7 @@ class PartContents:
     orders: dict[KeyPath, dict[int, list[list[ParamKey]]]] = field(default_factory=dict)
     keys_in_order: bool = True
     groups_rebuilt: bool = False
+    copies: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ChunkedTensor(NamedTuple):

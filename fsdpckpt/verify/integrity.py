@@ -33,6 +33,7 @@ from fsdpckpt.text import plural, size_text, some_of, step_text
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
+from fsdpckpt.verify.masters import find_unrounded
 from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
 from fsdpckpt.verify.repeated import is_endless, nbytes_to_read, stored_nbytes
 from fsdpckpt.verify.resumption import Resumption
@@ -179,6 +180,7 @@ def verify_checkpoint(
     for section in checkpoint.named:
         found = check_steps(alone(checkpoint, section), skipped, sources=sources, threads=threads, progress=progress)
         problems += map(section.problem, found)
+    problems += find_unrounded(checkpoint, sources, threads=threads, progress=progress)
     problems += _stray_problems(checkpoint)
     sha256 = dict(zip(to_read, (each.sha256 for each in results), strict=True))
     tensor_digests = [

@@ -201,6 +201,7 @@ class _Saved:
     def with_masters(self) -> _Dict:
         """The model with the optimizer's weights, which are removed from the states."""
         model, replaced = dict(self.model), set[str]()
+        copies = self.tree.copies
         for name, states in self.states.items():
             masters = [states.pop(key) for key in _MASTERS if key in states]
             weight = self.model.get(name)
@@ -219,6 +220,7 @@ class _Saved:
                 model[name] = master
                 if isinstance(weight, Tensor) and isinstance(master, Tensor) and weight.dtype is not master.dtype:
                     replaced.add(weight.dtype.name)
+                    copies[str(name)] = weight
         self.tree.notes += notes_on_copies(replaced)
         return model
 

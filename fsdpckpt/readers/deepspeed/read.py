@@ -15,7 +15,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
+from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
 from fsdpckpt.readers.deepspeed.experts import Experts, data_first, experts_of, is_of_experts, open_experts, placed
@@ -210,6 +210,8 @@ class _Step:
         layers = [file for file, _ in self.module.layers]
         add_archives(tree, [file.archive for file in (*self.optim, *self.module.files, *layers)])
         separate_extras(tree, self.table, self.sources)
+        tree.copies = self.module.copies(trained)
+        tree.problems += self._without_copy(trained, tree.copies)
         self._describe(tree, trained)
         return tree
 
@@ -352,6 +354,18 @@ class _Step:
         return cut, states
 
     # Reports
+
+    def _without_copy(self, trained: Collection[str], copies: Collection[str]) -> list[Problem]:
+        """A fatal problem for each parameter that the optimizer trains and the module does not have."""
+        first = self.module.first
+        if self.module.partitioned or self.module.layers or not first.module:
+            return []
+        message = "model {}: the optimizer trains it, and the module in {} does not have it"
+        return [
+            Problem("names", message.format(name, first.path), file=first.path, key=name, section=Section.MODEL)
+            for name in trained
+            if name not in copies
+        ]
 
     def _describe(self, tree: PartContents, trained: Collection[str]) -> None:
         stage, grid = "3" if self.module.partitioned else "1 or 2", self.module.grid

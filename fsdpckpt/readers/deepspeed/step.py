@@ -18,6 +18,7 @@ from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Checksums, Note
+from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Slice, is_count, partitions_of_params
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions
@@ -312,6 +313,20 @@ class ModuleStates:
             section_of(merged, "model").update(section_of(merge_files([file], [{"model": own}]), "model"))
         return merged
 
+    def copies(self, trained: Collection[str]) -> dict[str, Tensor]:
+        """The module's own weights of the ``trained`` parameters. Under ZeRO 3 it has none."""
+        if self.partitioned:
+            return {}
+        none = _Fragments(Partitions(self.grid, {}), {})
+        roots: list[StateDict] = [
+            {"model": self._model_in(file, lambda name: name in trained, none)} for file in self.files
+        ]
+        found = section_of(merge_files(self.files, roots), "model")
+        for file, entries in self.layers:
+            own = {name: value for name, value in entries.items() if name in trained}
+            found.update(section_of(merge_files([file], [{"model": own}]), "model"))
+        return {str(name): leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
+
     def in_order(self, leaves: Mapping[Key, Value]) -> dict[Key, Value]:
         """``leaves`` in the order of the module's state dict, shared parameters under all of their names."""
         aliases = self.aliases()
@@ -329,10 +344,18 @@ class ModuleStates:
         return notes_on_copies({leaf.dtype.name for leaf in leaves} - {dtype}, dtype)
 
     def _untrained_in(self, file: StepFile, exclude: Collection[str], fragments: _Fragments) -> StateDict:
-        root = file.root
+        model = self._model_in(file, lambda name: name not in exclude, fragments)
+        described = _DESCRIBED | {MAP_INFO} if self.shards else _DESCRIBED
+        extra = {key: plain(value) for key, value in file.root.items() if key not in described}
+        if extra.get("optimizer") is None:  # ZeRO leaves it empty; anything else is the user's own
+            extra.pop("optimizer", None)
+        return {"model": model, "extra": extra}
+
+    def _model_in(self, file: StepFile, takes: Callable[[Key], bool], fragments: _Fragments) -> StateDict:
+        """The entries of the module in ``file`` whose names ``takes`` accepts."""
         model: StateDict = {}
         for name, value in ({} if file.of_pipeline else file.module).items():
-            if name in exclude:
+            if not takes(name):
                 continue
             slices = fragments.slices.get((file.rank, str(name)))
             shards = self.shards.get(str(name))
@@ -343,11 +366,7 @@ class ModuleStates:
                 model[name] = whole_shard(self.grid, file.rank, file.model_rank, shards, stored)
             else:
                 model[name] = value
-        described = _DESCRIBED | {MAP_INFO} if self.shards else _DESCRIBED
-        extra = {key: plain(value) for key, value in root.items() if key not in described}
-        if extra.get("optimizer") is None:  # ZeRO leaves it empty; anything else is the user's own
-            extra.pop("optimizer", None)
-        return {"model": model, "extra": extra}
+        return model
 
     def _fragments(self) -> _Fragments:
         """The frozen parameters under ZeRO 3, of which each rank has a part."""

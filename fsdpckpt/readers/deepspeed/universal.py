@@ -191,6 +191,10 @@ class _Universal:
         message = f"{self.zero} has directories for {plural(len(shapes), 'parameter')} (DeepSpeed universal)"
         tree.notes += self.module.notes_on_copies(shapes, dtypes.pop()) if len(dtypes) == 1 else []
         separate_extras(tree, self.table, self.sources)
+        weights_of = {name: leaf for name, leaf in weights.items() if isinstance(leaf, Tensor)}
+        copies = self.module.copies(shapes) if not self.module.shards and self.module.grid.model == 1 else {}
+        # ds_to_universal.py takes the rows that padded the vocabulary off the weights, and not off the copies.
+        tree.copies = {name: copy for name, copy in copies.items() if copy.shape == weights_of[name].shape}
         tree.notes += self._not_copied(model)
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         return tree

@@ -132,6 +132,7 @@ def read_nanotron(
         root, Layout.SHARDED if ranks.count > 1 else Layout.FULL, "nanotron", ranks.count, flavor="nanotron"
     )
     tree.checksums = Checksums.joined([archive.checksums for archive in optimizer.archives])
+    tree.copies = {name: weight for name, weight in model.items() if name in masters}
     files = plural(len(weights), "file")
     message = f"{directory} has nanotron's {files} of {plural(len(parameters), 'parameter')}"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
