@@ -126,13 +126,13 @@ class Optimizer:
     ) -> Optimizer:
         """The optimizer of a state dict. A value in ``state`` that is no dict of states is an ``OwnValue``.
 
-        Its members are the parameters that the groups list; without any, those that have states. Where groups list
-        parameters, ``state`` may have other entries, which a user added.
+        Its members are the parameters that the groups list; without any, those that have states, or None for them.
+        Where groups list parameters, ``state`` may have other entries, which a user added.
         """
         listed = None if param_groups is None else [(group, group_params(group)) for group in param_groups]
         keys: dict[ParamKey, None] = dict.fromkeys(key for _, params in listed or () for key in params or ())
         if not keys:
-            keys = dict.fromkeys(key for key, entry in state.items() if not isinstance(entry, OwnValue))
+            keys = dict.fromkeys(key for key, entry in state.items() if not _is_of_user(entry))
         number_of = {key: number for number, key in enumerate(keys)}
         groups = None
         if listed is not None:
@@ -319,6 +319,10 @@ def _group(
         return ParamGroup(None, group)
     settings: dict[Key, Value] = like(group, {**group, PARAMS: None})
     return ParamGroup(tuple(number_of[key] for key in params), settings, form_of(group[PARAMS]))
+
+
+def _is_of_user(entry: StatesOrValue) -> bool:
+    return isinstance(entry, OwnValue) and entry.value is not None
 
 
 def _entries(

@@ -31,26 +31,40 @@ _STATE_NAMES = frozenset(
 def is_nested(value: Mapping[Key, object]) -> bool:
     """Whether ``state`` maps parameters to dicts, and ``param_groups`` is a list of dicts.
 
-    Beside the parameters, ``state`` may hold the user's own values, under names that no group lists.
+    A parameter may have None for its dict, which most of PyTorch's optimizers refuse to load and some take. Beside the
+    parameters, ``state`` may hold the user's own values, under names that no group lists.
     """
     state, groups = value.get(_STATE), value.get(_GROUPS)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return False
     if not isinstance(state, dict) or not all(isinstance(key, (int, str)) for key in state):
         return False
-    loose = [key for key, entry in state.items() if not isinstance(entry, dict)]
+    loose = [key for key, entry in state.items() if not _is_entry(entry)]
     listed = {key for group in groups if loose for key in group_params(group) or ()}
     return not loose or (len(loose) < len(state) and all(isinstance(key, str) and key not in listed for key in loose))
 
 
 def is_optimizer(value: Mapping[Key, object]) -> bool:
     """Whether ``value`` is an optimizer's state dict, wherever it is: nested, or states by id without groups."""
-    if is_nested(value):
+    if is_nested(value) or _are_groups(value):
         return True
     state = value.get(_STATE) if len(value) == 1 else None
-    if not isinstance(state, dict) or not state:
+    if not isinstance(state, dict) or not any(isinstance(entry, dict) for entry in state.values()):
         return False
-    return all(type(key) is int and isinstance(states, dict) for key, states in state.items())
+    return all(type(key) is int and _is_entry(entry) for key, entry in state.items())
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether ``entry`` may be what ``state`` has of a parameter."""
+    return entry is None or isinstance(entry, dict)
+
+
+def _are_groups(value: Mapping[Key, object]) -> bool:
+    """Whether ``value`` has only ``param_groups``, and these list parameters: DCP keeps no empty ``state``."""
+    groups = value.get(_GROUPS) if len(value) == 1 else None
+    if not isinstance(groups, list) or not groups:
+        return False
+    return all(isinstance(group, dict) and group_params(group) is not None for group in groups)
 
 
 def containers(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[Key, Value]]]:
@@ -98,12 +112,15 @@ def _is_half(value: Mapping[Key, Value], *, named: bool) -> bool:
     """Whether ``value`` has ``state`` or ``param_groups`` alone. ``named``: its key calls it an optimizer."""
     if value.keys() == {_GROUPS}:
         groups = value[_GROUPS]
-        return named and isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        all_dicts = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        return _are_groups(value) or (named and all_dicts)
     entries = value[_STATE] if value.keys() == {_STATE} else None
     if not isinstance(entries, dict) or not entries or not all(isinstance(key, (int, str)) for key in entries):
         return False
     states = [entry for entry in entries.values() if isinstance(entry, dict)]
-    return len(states) == len(entries) and (named or any(not _STATE_NAMES.isdisjoint(entry) for entry in states))
+    if not states or not all(map(_is_entry, entries.values())):
+        return False
+    return named or any(not _STATE_NAMES.isdisjoint(entry) for entry in states)
 
 
 class FoundOptimizer(NamedTuple):

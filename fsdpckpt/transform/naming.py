@@ -33,7 +33,7 @@ _IDS_LISTED = 48  # ids whose candidates a message lists: each is compared with 
 class Ids:
     """The ids of the optimizer of ``source``, group by group, and the shapes of each one's states.
 
-    ``group_sizes``: None without groups; then ``numbers`` are the ids that have states.
+    ``group_sizes``: None without groups; then ``numbers`` are the ids in ``state``.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Ids:
         shown = ShownShapes(optim)
         shapes = {key: shown.of(key) for key in optim.state if isinstance(key, int)}
         if optim.groups is None:
-            numbers, group_sizes = sorted(shapes), None
+            numbers, group_sizes = sorted(key for key in optim.keys if isinstance(key, int)), None
         else:
             numbers = [key for key in optim.grouped_keys() if isinstance(key, int)]
             group_sizes = tuple(map(len, optim.in_groups()))
