@@ -117,7 +117,8 @@ CASES: dict[str, Case] = {
     "a shared parameter under its later name first": Case(
         model=ModelState({"head.weight": MODEL.params["a.weight"], **MODEL.params}), units=TIED),
     "another order than the model's": Case(
-        ["the order of parameters differs in unit 'a': a.bias in the units, a.weight in the model section"], MODEL, units=SWAPPED),
+        ["the order of parameters differs in unit 'a': a.bias in the units, a.weight in the model section"],
+        MODEL, units=SWAPPED),
     "an alphabetical order, which is none": Case(
         model=sharded_model(sorted(PARAMS, key=lambda param: param.name))),
     "the order of names that unflattened slices got from other units": Case(
