@@ -11,7 +11,7 @@ def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fsdpckpt import errors
 from tests.makers import Make
 
 __all__ = [
-    "Refusal", "corrupt", "each_of", "incomplete", "misused", "several", "unclear", "unrecognised", "unsafe",
+    "Refusal", "Refused", "corrupt", "each_of", "incomplete", "misused", "several", "unclear", "unrecognised", "unsafe",
     "unsupported",
 ]  # fmt: skip
 
@@ -80,3 +80,30 @@ several = _rows_of(errors.SeveralCheckpointsError)  # 4
 def each_of(rows: Iterable[Refusal]) -> pytest.MarkDecorator:
     """The test runs once for each row, under its name."""
     return pytest.mark.parametrize("refusal", list(rows), ids=lambda row: row.name)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """How a row of another table says that what it does is refused: the exit code, ``words`` of what is said and
+    advised, and all ``details``, if the row has them.
+
+    ``silent``: words that it does not say.
+    """
+
+    code: int
+    words: str | Sequence[str] = ()
+    details: Sequence[str] | None = None
+    silent: Sequence[str] = ()
+
+    def by(self, command: Callable[[], object]) -> errors.FsdpckptError:
+        """Run ``command``, which is refused so."""
+        with pytest.raises(errors.FsdpckptError) as caught:
+            command()
+        error = caught.value
+        text = " ".join(map(str, (error.what, *error.details, error.why, error.next_step)))
+        assert error.exit_code == self.code, text
+        for word in [self.words] if isinstance(self.words, str) else self.words:
+            assert word in text
+        assert self.details is None or tuple(error.details) == tuple(self.details)
+        assert not [word for word in self.silent if word in text]
+        return error

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsdpckpt
-from tests.tables import Refused
+from tests.refusals import Refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::fsdpckpt.FsdpckptWarning")
 

@@ -24,7 +24,7 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.missing_state import fill
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 from tests.oracle.fake_group import as_rank
-from tests.tables import Refused
+from tests.refusals import Refused
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (5, 3),
