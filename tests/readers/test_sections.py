@@ -29,6 +29,26 @@ BY_NAME = {"state": {"l.weight": {"step": STEP, "exp_avg": M}}, "param_groups": 
 BY_ID = {"state": {0: {"step": STEP, "exp_avg": M}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
 
 
+STATE = {"l.weight": {"step": STEP, "exp_avg": M}, "l.bias": {"step": STEP, "exp_avg": B}, "n.0.w": {"exp_avg": V}}
+GROUPS = [
+    {"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": ["l.weight", "n.0.w"]},
+    {"lr": 0.1, "betas": [0.9, 0.95], "fused": None, "params": ["l.bias"]},
+]
+BY_GROUPS = {"state": STATE, "param_groups": GROUPS}
+
+
+def flattened(groups: list[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"state.{param}.{name}": value for param, states in state.items() for name, value in states.items()}
+    for group in groups:
+        for param in group["params"]:
+            flat |= {f"param_groups.{param}.{key}": value for key, value in group.items() if key != "params"}
+    return flat
+
+
+FLAT_OPTIM = {f"optim.{key}": value for key, value in flattened(GROUPS, STATE).items()}
+FLAT = {f"model.{key}": value for key, value in MODEL.items()} | FLAT_OPTIM
+
+
 def outline(value: Any) -> Any:
     """The nesting of ``value`` with the identity of its leaves."""
     if isinstance(value, dict):
@@ -66,25 +86,177 @@ def test_model_and_optimizer_are_found_in_every_nesting(root: Any, extra: Any, o
     check(root(MODEL, optim), MODEL, optim, extra)
 
 
-def test_the_root_itself_can_be_either() -> None:
-    check(MODEL, MODEL, None, {})
-    check(BY_ID, None, BY_ID, {})
+def state_of(state: dict[Any, Any]) -> dict[str, Any]:
+    """An optimizer without groups."""
+    return {"state": state, "param_groups": None}
+
+
+def half(state: dict[Any, Any]) -> dict[str, Any]:
+    return {"state": state}
+
+
+HALF = half({"w": {"mine": M}})
+GEN_AND_DISC = {"gen": {"model": MODEL}, "disc": {"model": MODEL}}
+RNG = {"cpu": tensor(5056), "cuda": [tensor(16)], "numpy": ("MT19937", 1)}
+BYTES, CODES = (
+    Tensor(DTYPES["uint8"], shape, Chunks.whole(file=0, offset=0, shape=shape)) for shape in [(16,), (4, 4)]
+)
+RNG_BYTES = {"cpu": BYTES, "cuda.0": BYTES}  # as torch.get_rng_state returns them, under whatever names
+UNNAMED = {"state": {0: {0: M}}, "param_groups": [{"params": [0]}]}
+NO_STATE = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["l.weight"]}]}
+LOSS_WEIGHTS = {"first": tensor(1), "second": tensor(1)}  # of classes, or of the terms of a loss
+LIST_OF_N = [{"n": number} for number in range(100)]
+EXTRA_STATE = {**MODEL, "l._extra_state": {"amax": [1.0]}}
+WITH_DICT = {**MODEL, "version": 3, "l._extra_state": {"weights": {"amax": W}}}
+HOOKS = {**MODEL, "hooks": {}}
+ODD = {"state": {0: {1: M}}, "param_groups": [{"params": [0]}]}
+TWICE = {"state": {0: {"exp_avg": M}, "0": {"exp_avg": V}}, "param_groups": [{"params": [0]}]}
+TEXT_IDS = {"state": {"0": {"exp_avg": M}, "10": {"exp_avg": V}}, "param_groups": [{"params": [0, 10]}]}
+REPAIRED = {**TEXT_IDS, "state": {0: {"exp_avg": M}, 10: {"exp_avg": V}}}
+OWN_NAMES = {"model.embed.weight": W, "lm_head.weight": B}
+FLAT_STATE = {"optim.state.w.exp_avg": M}
+FLAT_JOINED = {"optim": {"lr": 1, "state.w.exp_avg": M}}
+OUTER = {"w": {"exp_avg": M, "inner": BY_ID}}
+OF_TWO = {"state": {0: {"exp_avg": M, "weights": {"left.0": M}}}, "param_groups": [{"params": [0]}]}
+
+EXTRA: Any = object()  # the whole root is extra
+SPLITS: dict[str, tuple[Any, Any, Any, Any]] = {  # the root, and its model, optimizer and extras
+    # Where they are
+    "the root is the model": (MODEL, MODEL, None, {}),
+    "the root is the optimizer": (BY_ID, None, BY_ID, {}),
+    "a model in a list": ({"a": [*LIST_OF_N, {"model": MODEL}]}, MODEL, None, {"a": LIST_OF_N}),
+    "a model under a key called state": ({"state": {"model": MODEL}, "rng": [1]}, MODEL, None, {"rng": [1]}),
+    "the outer of two models": ({"model": MODEL, "ema": {"model": MODEL}}, MODEL, None, {"ema": {"model": MODEL}}),
+    "names that begin with the word model": (OWN_NAMES, OWN_NAMES, None, {}),
+    "and beside an optimizer": ({**OWN_NAMES, "optimizer": BY_NAME}, OWN_NAMES, BY_NAME, {}),
+    "a name of its own": ({"student": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1}),
+    "the top level, with a value": ({**MODEL, "epoch": 1}, {**MODEL, "epoch": 1}, None, {}),
+    "the top level, with a dict": ({**MODEL, "rng": {"cpu": B}}, MODEL, None, {"rng": {"cpu": B}}),
+    "a tensor beside the model": ({"model": MODEL, "best": W}, MODEL, None, {"best": W}),
+    "no state dict": ({"a": 1, "b": [W, {"c": M}]}, None, None, EXTRA),
+    "a list": ([W], None, None, {"": [W]}),
+    # What is an optimizer
+    "an optimizer without states": ({"optimizer": NO_STATE}, None, NO_STATE, {}),
+    "groups alone": ({"optimizer": {"param_groups": NO_STATE["param_groups"]}, "model": MODEL}, MODEL, NO_STATE, {}),
+    "a state alone, by its name": ({"optim": HALF}, None, {**HALF, "param_groups": None}, {}),
+    "a state alone, by its states": (half({"w": {"exp_avg": M}}), None, state_of({"w": {"exp_avg": M}}), {}),
+    "a state alone by neither": (HALF, None, None, EXTRA),
+    "a state alone in a table": ({"table": HALF}, None, None, EXTRA),
+    "a state alone deep below the name": ({"optim": {"a": {"b": HALF}}}, None, None, EXTRA),
+    "a flat state that is no tensor": ({"table": {"state.w": 1}}, None, None, EXTRA),
+    "an optimizer in a state of another": ({"optim": half(OUTER)}, None, state_of(OUTER), {}),
+    "a state that has no name": ({"model": MODEL, "gen": UNNAMED}, MODEL, None, {"gen": UNNAMED}),
+    "names of states that are no text": ({"optimizer": ODD}, None, None, EXTRA),
+    "an id as a number and as text": ({"optimizer": TWICE}, None, TWICE, {}),
+    "ids that became text": ({"optimizer": TEXT_IDS}, None, REPAIRED, {}),
+    # What is a model
+    "weights beside the model": (
+        {"model": MODEL, "weights": LOSS_WEIGHTS, "optim": BY_ID}, MODEL, BY_ID, {"weights": LOSS_WEIGHTS},
+    ),
+    "weights alone": ({"weights": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1}),
+    "random states": ({"lr_scheduler": {"last_epoch": 1}, "rng": RNG}, None, None, EXTRA),
+    "one random state": ({"rng": {"cpu": RNG["cpu"]}}, None, None, EXTRA),
+    "tensors of bytes": (RNG_BYTES, None, None, EXTRA),
+    "tensors of bytes called a model": ({"model": RNG_BYTES}, None, None, EXTRA),
+    "tensors of bytes called rng": ({"rng": RNG_BYTES}, None, None, EXTRA),
+    "tensors of bytes beside a value": ({**RNG_BYTES, "epoch": 1}, None, None, EXTRA),
+    "bytes with a matrix": ({**RNG_BYTES, "w": W}, {**RNG_BYTES, "w": W}, None, {}),
+    "bytes of two dimensions": ({"w": CODES}, {"w": CODES}, None, {}),
+    "bytes with other vectors": ({**RNG_BYTES, "w": B}, {**RNG_BYTES, "w": B}, None, {}),
+    "bytes beside a model": ({"model": {"w": CODES}, **RNG_BYTES}, {"w": CODES}, None, RNG_BYTES),
+    "a value in what is called a model": ({"model": {**MODEL, "version": 3}}, {**MODEL, "version": 3}, None, {}),
+    "a dict in what is called a model": ({"model": {**MODEL, "config": {"a": 1}}}, None, None, EXTRA),
+    "a value under another name": ({"student": {**MODEL, "version": 3}}, None, None, EXTRA),
+    "one tensor under another name": ({"student": {"w": W}}, None, None, EXTRA),
+    "an empty dict in a model": ({"model": HOOKS, "optimizer": BY_ID}, HOOKS, BY_ID, {}),
+    "an empty dict under another name": ({"student": HOOKS, "optimizer": BY_ID}, HOOKS, BY_ID, {}),
+    "an empty dict alone": ({"model": {"hooks": {}}}, None, None, EXTRA),
+    "an empty dict beside the model": ({**MODEL, "hooks": {}}, MODEL, None, {"hooks": {}}),
+    "what an extra state calls weights": (WITH_DICT, WITH_DICT, None, {}),
+    "extra states": ({"model": EXTRA_STATE}, EXTRA_STATE, None, {}),
+    "extra states at the top level": ({**EXTRA_STATE, "optimizer": BY_NAME}, EXTRA_STATE, BY_NAME, {}),
+    "keys that are not text": ({0: W, "0": B, "l.weight": M}, {"0": B, "l.weight": M}, None, {0: W}),
+    "no key that is text": ({0: W, 1: B}, None, None, EXTRA),
+    # Several
+    "two models": (GEN_AND_DISC, None, None, EXTRA),
+    "two models beside a tensor": ({**GEN_AND_DISC, "best": W}, None, None, EXTRA),
+    "two names of a model": ({"model": MODEL, "state_dict": MODEL, "weights": LOSS_WEIGHTS}, None, None, EXTRA),
+    "a student and a teacher": ({"student": MODEL, "teacher": MODEL}, None, None, EXTRA),
+    "two optimizers": (
+        {"model": MODEL, "optimizer_states": [BY_ID, BY_ID], "epoch": 1}, MODEL, None,
+        {"optimizer_states": [BY_ID, BY_ID], "epoch": 1},
+    ),
+    "an optimizer with an unnamed state": ({"gen": UNNAMED, "disc": BY_ID}, None, None, EXTRA),
+    "no model in one of two optimizers": ({"gen": {"optim": OF_TWO}, "disc": {"optim": OF_TWO}}, None, None, EXTRA),
+    "nor without groups": ({"gen": {"optim": half(OF_TWO["state"])}, "disc": {"optim": half(OF_TWO["state"])}},
+                           None, None, EXTRA),
+    # Flat keys
+    "a flattened optimizer": (flattened(GROUPS, STATE), None, BY_GROUPS, {}),
+    "a flattened optimizer beside names": ({**MODEL, "optimizer": flattened(GROUPS, STATE)}, MODEL, BY_GROUPS, {}),
+    "a flattened optimizer beside a model": ({"model": MODEL, "optim": flattened(GROUPS, STATE)}, MODEL, BY_GROUPS, {}),
+    "all flat": (FLAT, MODEL, BY_GROUPS, {}),
+    "all flat, with values": (
+        {**FLAT, "epoch": 1, "a.b": 2, 3: 4}, MODEL, BY_GROUPS, {"epoch": 1, "a.b": 2, 3: 4},
+    ),
+    "a flat optimizer": ({"model": MODEL, **FLAT_OPTIM}, MODEL, BY_GROUPS, {}),
+    "flat keys after their word": ({"optim": {"lr": 1}, **FLAT_STATE}, None, None, FLAT_JOINED),
+    "flat keys before their word": ({**FLAT_STATE, "optim": {"lr": 1}}, None, None, FLAT_JOINED),
+    "flat keys that are there twice": (
+        {"optim": {"state.w.exp_avg": V}, **FLAT_STATE, "n": 1}, FLAT_STATE, state_of({"w": {"exp_avg": V}}), {"n": 1},
+    ),
+    **{
+        f"modules called {keys[0]}": (model, model, None, {})
+        for keys in (
+            ("param_groups.w", "param_groups.1._flat_param"),
+            ("state.w", "state.0.w"),
+            ("state.exp_avg.w", "state.exp_avg", "param_groups.w"),
+            ("l.weight", "l.bias", "state.weight"),
+            ("l.bias", "l.weight", "state.l.other.exp_avg"),
+            ("l.b", "l.weight", "param_groups.l.weight"),
+        )
+        for model in [dict(zip(keys, (W, B, M), strict=False))]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_tree_is_split_into_model_optimizer_and_extras(name: str) -> None:
+    root, model, optim, extra = SPLITS[name]
+    check(root, model, optim, root if extra is EXTRA else extra)
+
+
+NOTED = {  # what is noted of the tree of a row
+    "several-models": ("two models", "two models beside a tensor", "two names of a model", "a student and a teacher"),
+    "several-optimizers": ("two optimizers", "an optimizer with an unnamed state", "nor without groups"),
+    "model-found": ("a name of its own", "the top level, with a dict"),
+    "ids-repaired": ("ids that became text",),
+    "groups-rebuilt": ("a flattened optimizer beside a model",),
+    "": ("the root is the model", "an id as a number and as text", "a state alone, by its name"),
+}
+
+
+@pytest.mark.parametrize("kind", NOTED)
+def test_what_was_found_elsewhere_or_not_chosen_is_noted(kind: str) -> None:
+    for name in NOTED[kind]:
+        assert [note.kind for note in split(SPLITS[name][0]).all_notes()] == ([kind] if kind else []), name
+
+
+def test_notes_say_where_things_were_found() -> None:
+    (note,) = split({**MODEL, "rng": {"cpu": B}}).all_notes()
+    assert (note.message, note.key) == ("the model's names are at the top level, beside rng", "l.weight")
+    (note,) = split(SPLITS["two optimizers"][0]).all_notes()
+    assert "optimizer_states.0" in note.message and "optimizer_states.1" in note.message
+    message = "{} is the model; weights, which may be those of a loss, is an extra"
+    for name in ("model", "state_dict"):
+        notes = split({name: MODEL, "weights": LOSS_WEIGHTS, "optim": BY_ID}).all_notes()
+        assert message.format(name) in [note.message for note in notes]
+    ordered = split({"a": {"state": {"0": {"exp_avg": M}}, "param_groups": [{"params": [0]}]}})
+    assert [note.kind for note in ordered.all_notes()] == ["optimizer-found", "ids-repaired"]
 
 
 def test_other_entries_of_an_optimizer_stay_with_it() -> None:
     found = check({"optimizer": {**BY_ID, "loss_scaler": {"scale": 2.0}}}, None, BY_ID, {})
     assert found.optim is not None and found.optim.extra == {"loss_scaler": {"scale": 2.0}}
-
-
-def test_an_empty_optimizer_and_one_whose_state_vanished_are_optimizers() -> None:
-    groups = [{"lr": 0.1, "params": ["l.weight"]}]
-    check({"optimizer": {"state": {}, "param_groups": groups}}, None, {"state": {}, "param_groups": groups}, {})
-    check({"optimizer": {"param_groups": groups}, "model": MODEL}, MODEL, {"state": {}, "param_groups": groups}, {})
-
-
-def test_a_state_without_groups_is_an_optimizer_when_its_name_or_its_states_say_so() -> None:
-    check({"optim": {"state": {"w": {"mine": M}}}}, None, {"state": {"w": {"mine": M}}, "param_groups": None}, {})
-    check({"state": {"w": {"exp_avg": M}}}, None, {"state": {"w": {"exp_avg": M}}, "param_groups": None}, {})
 
 
 @pytest.mark.parametrize("path", ["opt", "optim", "myOptimizer", "optimizers.AdamW", "a.optimizer"])
@@ -98,53 +270,12 @@ def test_a_name_says_that_a_state_alone_is_an_optimizer_and_all_but_the_usual_ar
     assert [note.message for note in found.all_notes()] == notes
 
 
-def test_a_state_alone_is_no_optimizer_if_neither_its_name_nor_its_states_say_so() -> None:
-    half = {"state": {"w": {"mine": M}}}
-    for root in (half, {"table": half}, {"optim": {"a": {"b": half}}}, {"table": {"state.w": 1}}):
-        check(root, None, None, root)
-
-
-def test_the_note_on_where_the_optimizer_was_comes_before_what_was_repaired() -> None:
-    found = split({"a": {"state": {"0": {"exp_avg": M}}, "param_groups": [{"params": [0]}]}})
-    assert [note.kind for note in found.all_notes()] == ["optimizer-found", "ids-repaired"]
-
-
-def test_an_optimizer_inside_a_state_of_another_is_a_part_of_that() -> None:
-    outer = {"state": {"w": {"exp_avg": M, "inner": BY_ID}}}
-    check({"optim": outer}, None, {**outer, "param_groups": None}, {})
-
-
-def test_a_model_under_a_key_called_state_is_no_optimizer() -> None:
-    check({"state": {"model": MODEL}, "rng": [1]}, MODEL, None, {"rng": [1]})
-
-
-def test_several_optimizers_all_stay_extra_with_a_note() -> None:
-    root = {"model": MODEL, "optimizer_states": [BY_ID, BY_ID], "epoch": 1}
-    found = check(root, MODEL, None, {"optimizer_states": [BY_ID, BY_ID], "epoch": 1})
-    assert [note.kind for note in found.all_notes()] == ["several-optimizers"]
-    assert "optimizer_states.0" in found.all_notes()[0].message and "optimizer_states.1" in found.all_notes()[0].message
-
-
-def test_an_optimizer_with_a_state_that_has_no_name_is_one_of_several() -> None:
-    unnamed = {"state": {0: {0: M}}, "param_groups": [{"params": [0]}]}
-    found = check({"gen": unnamed, "disc": BY_ID}, None, None, {"gen": unnamed, "disc": BY_ID})
-    assert [note.kind for note in found.all_notes()] == ["several-optimizers"]
-    check({"model": MODEL, "gen": unnamed}, MODEL, None, {"gen": unnamed})
-
-
 def test_ids_of_several_optimizers_are_repaired_and_a_users_own_value_stays() -> None:
     def optimizer(key: int | str) -> dict[str, Any]:
         return {"state": {key: {"exp_avg": M}, "tables": 7.5}, "param_groups": [{"params": [0]}]}
 
     found = check({"a": optimizer("0"), "b": optimizer(0)}, None, None, {"a": optimizer(0), "b": optimizer(0)})
     assert [note.kind for note in found.all_notes()] == ["several-optimizers", "ids-repaired"]
-
-
-@pytest.mark.parametrize("groups", [{"param_groups": [{"params": [0]}]}, {}])
-def test_no_model_is_looked_for_in_one_of_several_optimizers(groups: dict[str, Any]) -> None:
-    optimizer = {"state": {0: {"exp_avg": M, "weights": {"left.0": M}}}, **groups}
-    root = {"gen": {"optim": optimizer}, "disc": {"optim": optimizer}}
-    assert [note.kind for note in check(root, None, None, root).notes] == ["several-optimizers"]
 
 
 def test_sections_are_looked_for_at_any_depth_and_in_lists_of_any_length() -> None:
@@ -157,34 +288,6 @@ def test_sections_are_looked_for_at_any_depth_and_in_lists_of_any_length() -> No
     check({"a": [*others, {"model": MODEL}]}, MODEL, None, {"a": others})
 
 
-def test_of_two_models_the_outer_one_is_taken_and_equals_are_not_chosen_between() -> None:
-    check({"model": MODEL, "ema": {"model": MODEL}}, MODEL, None, {"ema": {"model": MODEL}})
-    found = check(
-        {"gen": {"model": MODEL}, "disc": {"model": MODEL}},
-        None,
-        None,
-        {"gen": {"model": MODEL}, "disc": {"model": MODEL}},
-    )
-    assert [note.kind for note in found.all_notes()] == ["several-models"]
-
-
-@pytest.mark.parametrize("name", ["model", "state_dict"])
-def test_weights_beside_what_is_called_a_model_are_those_of_something_else(name: str) -> None:
-    """Of classes, or of the terms of a loss. Alone they are the model."""
-    weights = {"first": tensor(1), "second": tensor(1)}
-    found = check({name: MODEL, "weights": weights, "optim": BY_ID}, MODEL, BY_ID, {"weights": weights})
-    message = f"{name} is the model; weights, which may be those of a loss, is an extra"
-    assert message in [note.message for note in found.all_notes()]
-    check({"weights": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1})
-    root = {"model": MODEL, "state_dict": MODEL, "weights": weights}
-    assert [note.kind for note in check(root, None, None, root).notes] == ["several-models"]
-
-
-def test_tensors_at_the_top_level_decide_nothing_between_two_models() -> None:
-    root = {"gen": {"model": MODEL}, "disc": {"model": MODEL}, "best": W}
-    assert [note.kind for note in check(root, None, None, root).notes] == ["several-models"]
-
-
 @pytest.mark.parametrize("before", [0, 1, 9])
 def test_sections_in_one_list_leave_the_other_items_where_they_are(before: int) -> None:
     """Texts of numbers have another order than numbers."""
@@ -194,81 +297,11 @@ def test_sections_in_one_list_leave_the_other_items_where_they_are(before: int) 
     check({"parts": [*others, BY_ID, MODEL, {"n": -1}]}, MODEL, BY_ID, left)
 
 
-def test_a_model_under_a_name_of_its_own_is_found_and_noted() -> None:
-    found = check({"student": MODEL, "epoch": 1}, MODEL, None, {"epoch": 1})
-    assert [note.kind for note in found.all_notes()] == ["model-found"]
-
-
-def test_random_states_are_no_model() -> None:
-    rng = {"cpu": tensor(5056), "cuda": [tensor(16)], "numpy": ("MT19937", 1)}
-    check({"lr_scheduler": {"last_epoch": 1}, "rng": rng}, None, None, {"lr_scheduler": {"last_epoch": 1}, "rng": rng})
-    check({"rng": {"cpu": rng["cpu"]}}, None, None, {"rng": {"cpu": rng["cpu"]}})
-
-
-def test_tensors_of_bytes_are_a_model_only_with_others_or_with_dimensions() -> None:
-    """As ``torch.get_rng_state`` returns them, under whatever names."""
-    state, quantized = (
-        Tensor(DTYPES["uint8"], shape, Chunks.whole(file=0, offset=0, shape=shape)) for shape in [(16,), (4, 4)]
-    )
-    states = {"cpu": state, "cuda.0": state}
-    for root in (states, {"model": states}, {"rng": states}, {**states, "epoch": 1}):
-        check(root, None, None, root)
-    for model in ({**states, "w": W}, {"w": quantized}, {**states, "w": tensor(16)}):
-        check(model, model, None, {})
-        check({"model": model, **states}, model, None, states)
-
-
-def test_a_dict_called_a_model_holds_no_other_dicts_and_one_of_another_name_only_tensors() -> None:
-    check({"model": {**MODEL, "version": 3}}, {**MODEL, "version": 3}, None, {})
-    for root in ({"model": {**MODEL, "config": {"a": 1}}}, {"student": {**MODEL, "version": 3}}, {"student": {"w": W}}):
-        check(root, None, None, root)
-
-
-def test_a_model_with_an_empty_dict_in_it_is_still_the_model() -> None:
-    for name in ("model", "student"):
-        model = {**MODEL, "hooks": {}}
-        check({name: model, "optimizer": BY_ID}, model, BY_ID, {})
-    check({"model": {"hooks": {}}}, None, None, {"model": {"hooks": {}}})
-    check({**MODEL, "hooks": {}}, MODEL, None, {"hooks": {}})  # beside the model, as it would be with entries
-
-
-def test_of_several_dicts_that_may_be_the_model_none_is_taken() -> None:
-    root = {"student": MODEL, "teacher": MODEL}
-    found = check(root, None, None, root)
-    assert [note.kind for note in found.all_notes()] == ["several-models"]
-
-
-def test_a_model_at_the_top_level_is_noted_with_what_is_beside_it() -> None:
-    found = check({**MODEL, "rng": {"cpu": B}}, MODEL, None, {"rng": {"cpu": B}})
-    assert [(note.kind, note.message, note.key) for note in found.all_notes()] == [
-        ("model-found", "the model's names are at the top level, beside rng", "l.weight")
-    ]
-    check({**MODEL, "epoch": 1}, {**MODEL, "epoch": 1}, None, {})
-    check({"model": MODEL, "best": W}, MODEL, None, {"best": W})
-
-
-def test_what_is_called_a_model_inside_an_extra_state_is_a_part_of_that() -> None:
-    model = {**MODEL, "version": 3, "l._extra_state": {"weights": {"amax": W}}}
-    check(model, model, None, {})
-
-
-def test_extra_state_entries_belong_to_the_model() -> None:
-    model = {**MODEL, "l._extra_state": {"amax": [1.0]}}
-    check({"model": model}, model, None, {})
-    check({**model, "optimizer": BY_NAME}, model, BY_NAME, {})
-
-
 def test_the_metadata_of_a_state_dict_is_kept() -> None:
     model: OrderedDict[str, Tensor] = OrderedDict(MODEL)
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     found = split({"model": model})
     assert found.model is not None and found.model.metadata == {"": {"version": 2}}
-
-
-def test_ids_that_became_strings_are_numbers_again_and_noted() -> None:
-    broken = {"state": {"0": {"exp_avg": M}, "10": {"exp_avg": V}}, "param_groups": [{"params": [0, 10]}]}
-    found = check({"optimizer": broken}, None, {**broken, "state": {0: {"exp_avg": M}, 10: {"exp_avg": V}}}, {})
-    assert [note.kind for note in found.all_notes()] == ["ids-repaired"]
 
 
 @pytest.mark.parametrize("params", [["0", "10"], [0, 1], ["a"], [0, "10"], None])
@@ -277,51 +310,11 @@ def test_names_made_of_digits_stay_names_unless_the_groups_list_these_ids(params
     assert check({"optimizer": plain}, None, plain, {}).all_notes() == []
 
 
-def flattened(groups: list[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
-    flat = {f"state.{param}.{name}": value for param, states in state.items() for name, value in states.items()}
-    for group in groups:
-        for param in group["params"]:
-            flat |= {f"param_groups.{param}.{key}": value for key, value in group.items() if key != "params"}
-    return flat
-
-
-STATE = {"l.weight": {"step": STEP, "exp_avg": M}, "l.bias": {"step": STEP, "exp_avg": B}, "n.0.w": {"exp_avg": V}}
-GROUPS = [
-    {"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": ["l.weight", "n.0.w"]},
-    {"lr": 0.1, "betas": [0.9, 0.95], "fused": None, "params": ["l.bias"]},
-]
-
-
-@pytest.mark.parametrize(
-    "inside", [lambda flat: {**MODEL, "optimizer": flat}, lambda flat: {"model": MODEL, "optim": flat}]
-)
-def test_flattened_keys_become_states_and_groups_of_equal_hyper_parameters(inside: Any) -> None:
-    found = check(inside(flattened(GROUPS, STATE)), MODEL, {"state": STATE, "param_groups": GROUPS}, {})
-    assert "groups-rebuilt" in [note.kind for note in found.all_notes()]
-
-
 def test_settings_in_another_order_are_equal_settings() -> None:
     keys = ["a.lr", "a.eps", "b.eps", "b.lr", "c.lr"]
     found = split({"optimizer": {f"param_groups.{key}": 0.5 for key in keys}})
     assert found.optim is not None
     assert found.optim.param_groups == [{"lr": 0.5, "eps": 0.5, "params": ["a", "b"]}, {"lr": 0.5, "params": ["c"]}]
-
-
-def test_flattened_keys_at_the_root_are_an_optimizer() -> None:
-    check(flattened(GROUPS, STATE), None, {"state": STATE, "param_groups": GROUPS}, {})
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("param_groups.w", "param_groups.1._flat_param"),
-        ("state.w", "state.0.w"),
-        ("state.exp_avg.w", "state.exp_avg", "param_groups.w"),
-    ],
-)
-def test_a_model_with_modules_named_like_the_parts_of_an_optimizer_is_a_model(keys: tuple[str, ...]) -> None:
-    model = dict(zip(keys, (W, B, M), strict=False))
-    check(model, model, None, {})
 
 
 def test_flattened_states_nested_below_a_parameter_keep_their_nesting() -> None:
@@ -349,35 +342,6 @@ def test_flattened_tensor_hyper_parameters_are_equal_only_when_they_lie_in_one_p
     groups[1]["lr"] = replace(first)
     found = split({"optimizer": flattened(groups, {})})
     assert [group["params"] for group in found.optim.param_groups or []] == [["l.weight", "l.bias"]]
-
-
-def test_flat_keys_without_planner_data_are_grouped_by_their_first_word() -> None:
-    flat = {f"optim.{key}": value for key, value in flattened(GROUPS, STATE).items()}
-    root = {f"model.{key}": value for key, value in MODEL.items()} | flat
-    check(root, MODEL, {"state": STATE, "param_groups": GROUPS}, {})
-    check(
-        {**root, "epoch": 1, "a.b": 2, 3: 4},
-        MODEL,
-        {"state": STATE, "param_groups": GROUPS},
-        {"epoch": 1, "a.b": 2, 3: 4},
-    )
-    check({"model": MODEL, **flat}, MODEL, {"state": STATE, "param_groups": GROUPS}, {})
-
-
-def test_a_models_own_names_may_begin_with_the_word_model() -> None:
-    model = {"model.embed.weight": W, "lm_head.weight": B}
-    check(model, model, None, {})
-    check({**model, "optimizer": BY_NAME}, model, BY_NAME, {})
-
-
-def test_what_is_no_state_dict_at_all_is_extra() -> None:
-    check({"a": 1, "b": [W, {"c": M}]}, None, None, {"a": 1, "b": [W, {"c": M}]})
-    check([W], None, None, {"": [W]})
-
-
-def test_a_state_with_names_that_are_no_text_stays_extra() -> None:
-    odd = {"state": {0: {1: M}}, "param_groups": [{"params": [0]}]}
-    check({"optimizer": odd}, None, None, {"optimizer": odd})
 
 
 def test_owns_tells_whose_a_path_is() -> None:
@@ -418,24 +382,6 @@ def test_a_users_own_value_among_the_states_stays_there_without_being_a_paramete
     ):
         wrong = {"state": state, "param_groups": [{"params": params}]}
         check({"optimizer": wrong}, None, None, {"optimizer": wrong})
-
-
-def test_tensors_under_keys_that_are_not_text_are_no_parameters() -> None:
-    check({0: W, "0": B, "l.weight": M}, {"0": B, "l.weight": M}, None, {0: W})
-    check({0: W, 1: B}, None, None, {0: W, 1: B})
-
-
-def test_flat_keys_beside_a_dict_of_their_first_word_join_a_copy_of_it() -> None:
-    flat = {"optim.state.w.exp_avg": M}
-    for root in ({"optim": {"lr": 1}, **flat}, {**flat, "optim": {"lr": 1}}):
-        check(root, None, None, {"optim": {"lr": 1, "state.w.exp_avg": M}})
-    twice = {"optim": {"state.w.exp_avg": V}, **flat, "n": 1}
-    check(twice, flat, {"state": {"w": {"exp_avg": V}}, "param_groups": None}, {"n": 1})
-
-
-def test_an_id_that_is_there_as_a_number_and_as_text_stays_twice() -> None:
-    both = {"state": {0: {"exp_avg": M}, "0": {"exp_avg": V}}, "param_groups": [{"params": [0]}]}
-    check({"optimizer": both}, None, both, {})
 
 
 def labels(found: Sections) -> list[str]:
@@ -524,11 +470,6 @@ def test_a_flattened_optimizer_beside_the_names_of_its_model_is_the_optimizer() 
     assert found.model is not None and list(found.model.params) == ["l.weight", "l.bias", "n.0.w"]
     assert found.place_of(("state.l.weight.exp_avg",)) is Section.OPTIM
     assert found.place_of(("l.weight",)) is Section.MODEL
-
-
-@pytest.mark.parametrize("key", ["state.weight", "state.l.other.exp_avg", "param_groups.l.weight"])
-def test_a_module_called_state_is_no_optimizer(key: str) -> None:
-    check({**MODEL, key: W}, {**MODEL, key: W}, None, {})
 
 
 def test_what_is_left_of_a_wrapper_keeps_its_place() -> None:
