@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 __all__ = [
     "GOLDEN", "Change", "Make", "add", "add_copy", "copied", "cut", "dcp_of", "edit", "files", "lose", "move", "packed",
-    "put", "swap", "write",
+    "put", "safetensors", "swap", "together", "write",
 ]  # fmt: skip
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -79,6 +80,26 @@ def dcp_of(content: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *change
         state = content if isinstance(content, Mapping) else content()
         dcp.save(dict(state), checkpoint_id=directory / at, no_dist=True)
         return _changed(directory, changes, "")
+
+    return make
+
+
+def safetensors(name: str, tensors: Mapping[str, torch.Tensor], **metadata: str) -> Make:
+    """A file of safetensors."""
+
+    def make(directory: Path) -> None:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        save_file(dict(tensors), directory / name, metadata or None)
+
+    return make
+
+
+def together(*makes: Make) -> Make:
+    """Several in one directory."""
+
+    def make(directory: Path) -> None:
+        for one in makes:
+            one(directory)
 
     return make
 

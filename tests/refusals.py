@@ -23,8 +23,8 @@ from fsdpckpt import errors
 from tests.makers import Make
 
 __all__ = [
-    "Refusal", "Refused", "corrupt", "each_of", "incomplete", "misused", "several", "unclear", "unrecognised", "unsafe",
-    "unsupported",
+    "Refusal", "Refused", "corrupt", "each_of", "incomplete", "missing", "misused", "several", "unclear",
+    "unrecognised", "unsafe", "unsupported",
 ]  # fmt: skip
 
 
@@ -32,8 +32,8 @@ __all__ = [
 class Refusal:
     """``name``: what is wrong, as a sentence. ``make``: makes such a checkpoint. ``error``: the class of the error.
 
-    ``says``: texts of the message, word for word, with SRC for the path that was given and DIR for the directory that
-    was made. ``omits``: what it does not say. ``options``: of ``convert``.
+    ``says``: texts of the message, word for word, with DIR for the directory that was made. ``omits``: what it does not
+    say. ``options``: of ``convert``.
     """
 
     error: type[errors.FsdpckptError]
@@ -51,7 +51,7 @@ class Refusal:
         with pytest.raises(self.error) as raised:
             fsdpckpt.convert(source, target, **self.options)
         assert type(raised.value) is self.error
-        said = raised.value.text.replace(str(source), "SRC").replace(str(directory), "DIR")
+        said = raised.value.text.replace(str(directory), "DIR")
         for text in self.says:
             assert text in said, said
         for text in self.omits:
@@ -68,6 +68,7 @@ def _rows_of(error: type[errors.FsdpckptError]) -> Callable[..., Refusal]:
 
 # With the exit code of each
 misused = _rows_of(errors.UsageError)  # 2
+missing = _rows_of(errors.SourceMissingError)  # 3
 incomplete = _rows_of(errors.SourceIncompleteError)  # 3
 corrupt = _rows_of(errors.SourceCorruptError)  # 3
 unrecognised = _rows_of(errors.SourceUnrecognisedError)  # 3

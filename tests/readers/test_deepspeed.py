@@ -339,7 +339,7 @@ MODEL, SECOND = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
 OPTIM_0, OPTIM_1, MODEL_0, MODEL_1 = (OTHER.format(rank, kind) for kind in ("optim", "model") for rank in range(2))
 TWO_SAVES = "contains the files of 2 DeepSpeed saves"
 ONE_PART = ("one rank's part", "next: give the directory with the files of all ranks")
-AS_MODEL = f"fsdpckpt convert SRC/{MODEL} DST --only model"
+AS_MODEL = f"fsdpckpt convert DIR/{MODEL} DST --only model"
 
 REFUSALS = (
     incomplete("a rank's states are missing", step("zero1-bf16", lose(BF16.format(1))), BF16.format(1)),
