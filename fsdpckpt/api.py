@@ -246,6 +246,9 @@ def diff(
     atol: float | None = None,
     only: str | None = None,
     strict: bool = False,
+    map: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),  # noqa: A002 - the option's name
+    inverse: bool = False,
+    map_value: Mapping[str, str] | Iterable[tuple[str, str]] = (),
     ignore_file: Iterable[str] = (),
     units: str | os.PathLike[str] | None = None,
     threads: int | None = None,
@@ -255,9 +258,11 @@ def diff(
     """Compare two checkpoints logically, whatever their layouts, containers, key types and world sizes.
 
     Every byte counts; with ``rtol`` or ``atol`` numbers are compared as ``torch.allclose`` does. ``only`` compares one
-    section. ``strict`` counts extras of ranks (random states) that only one of them has. ``units``: a units file for
-    flattened shards on either side; without one, what the other side records, or its names and shapes. Raises
-    NeedsInformationError if id and name keys, or slices and whole tensors, cannot be matched, SourceError.
+    section. ``strict`` counts extras of ranks (random states) that only one of them has. ``map``: compare what this
+    layout map makes of ``a``, or several one after the other (``inverse`` and ``map_value`` as for ``convert``).
+    ``units``: a units file for flattened shards on either side; without one, what the other side records, or its names
+    and shapes. Raises NeedsInformationError if id and name keys, or slices and whole tensors, cannot be matched,
+    SourceError.
     """
     from fsdpckpt.queries import diff as query
 
@@ -266,6 +271,9 @@ def diff(
         atol=atol,
         only=only,
         strict=strict,
+        map=map,
+        inverse=inverse,
+        map_value=map_value,
         ignore_file=ignore_file,
         units=units,
         threads=threads,

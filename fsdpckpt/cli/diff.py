@@ -22,6 +22,7 @@ Examples:
   fsdpckpt diff runs/step-1000 runs/step-1000-on-3-ranks --only model
   fsdpckpt diff a.pt b.pt --rtol 1e-5 --atol 1e-8
   fsdpckpt diff a.pt b.pt --all
+  fsdpckpt diff runs/step-1000 hf --map torchtitan-llama3 --only model
   fsdpckpt diff runs/step-1000 runs/step-2000 --report diff.html
 
 \b

@@ -8,7 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fsdpckpt import flags
-from fsdpckpt.converters.target.model_files import configuration_of
+from fsdpckpt.converters.target.decision import MapDecision
+from fsdpckpt.converters.target.model_files import configuration_in, folders_of
 from fsdpckpt.errors import NeedsInformationError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.model_config import CONFIG
@@ -25,12 +26,14 @@ class MapNumbers(Mapping[str, int]):
     Asking for one that nothing gives raises NeedsInformationError: a rule that is not used needs none.
     """
 
-    def __init__(self, layout_map: LayoutMap, opened: Checkpoint, options: ConvertOptions, sources: Sources) -> None:
+    def __init__(self, layout_map: LayoutMap, opened: Checkpoint, mapping: MapDecision, sources: Sources) -> None:
         self._map, self._source = layout_map, opened.source
+        options = mapping.options
         # Of several maps each takes its own.
         given = ((name, text) for name, text in options.map_value if name in layout_map.values)
         self._given = {name: _given_number(name, text) for name, text in given}
-        configuration = configuration_of(opened, options, sources) if layout_map.values else {}
+        folders = [*folders_of(opened, options), *mapping.folders]
+        configuration = configuration_in(folders, sources) if layout_map.values else {}
         self._fields = {name: value for name, value in configuration.items() if type(value) is int and value > 0}
         for name, number in self._given.items():
             stated = self._stated(name)

@@ -13,7 +13,7 @@ from fsdpckpt.converters.map_order import divided, in_order_of_ids
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.steps.sections import take
-from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.decision import Decision, MapDecision
 from fsdpckpt.errors import UsageError
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
@@ -48,7 +48,7 @@ def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Dra
         return read
     plain, names = normalise(read.checkpoint)
     checkpoint = names.report_wrappers(Table.of(plain).with_plain_words().written(plain))
-    checkpoint, applied = _mapped(checkpoint, draft.opened, maps, mapping.options, draft.sources)
+    checkpoint, applied = _mapped(checkpoint, draft.opened, maps, mapping, draft.sources)
     key_type = decision.options.key_type or draft.source_keys
     if key_type == "id" and decision.layout is not Layout.FLATTENED and checkpoint.optim is not None:
         checkpoint, of_new_model = in_order_of_ids(checkpoint, given, of_new_model, mapping.options.map)
@@ -65,7 +65,7 @@ def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Dra
 
 
 def _mapped(
-    checkpoint: Checkpoint, opened: Checkpoint, maps: Sequence[LayoutMap], options: ConvertOptions, sources: Sources
+    checkpoint: Checkpoint, opened: Checkpoint, maps: Sequence[LayoutMap], mapping: MapDecision, sources: Sources
 ) -> tuple[Checkpoint, tuple[AppliedMap, ...]]:
     """``checkpoint``, whose optimizer is keyed by name, as ``maps`` make it, one after the other.
 
@@ -74,7 +74,7 @@ def _mapped(
     """
     from fsdpckpt.maps import Reading, apply_map
 
-    refuse_unknown_numbers(maps, options)
+    refuse_unknown_numbers(maps, mapping.options)
     applied: list[AppliedMap] = []
     # Of what is left out, too, as long as names are those of the source.
     shapes = _shapes(opened)
@@ -89,7 +89,7 @@ def _mapped(
             same_form = first.shape == other.shape and first.dtype is other.dtype
             return same_form and first_difference((first, *files), (other, *files), None) is None
 
-        values = MapNumbers(layout_map, opened, options, sources)
+        values = MapNumbers(layout_map, opened, mapping, sources)
         known = shapes | _shapes(checkpoint)  # the second have names without prefixes of wrappers
         checkpoint, done = apply_map(checkpoint, layout_map, values, Reading(number, equal), known)
         applied.append(done)

@@ -112,6 +112,12 @@ class DiffOptions(KnowledgeOptions):
     strict: bool = option(
         "Treat extras that only one side can hold (random states of ranks) as differences.", default=False
     )
+    map: tuple[str, ...] = _as_in_convert(
+        "map",
+        "Compare what this layout map makes of A: a TOML or JSON file, or the name of a built-in one; may be repeated.",
+    )
+    inverse: bool = _as_in_convert("inverse", None, Scope.MAP)
+    map_value: tuple[tuple[str, str], ...] = _as_in_convert("map_value", None, Scope.MAP)
     ignore_file: tuple[str, ...] = _as_in_convert(
         "ignore_file", "Leave out files and directories of A and B with this name or path; may be repeated."
     )

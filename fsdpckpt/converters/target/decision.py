@@ -43,3 +43,4 @@ class MapDecision:
     options: ConvertOptions  # all: they name the maps, and say where their numbers are
     read: Decision  # how the source is read, as whole tensors by name
     knows_target: bool  # whether the options about names, order and units are certainly about the model that is written
+    folders: tuple[str, ...] = ()  # where a ``config.json`` may be, beside those of the source

@@ -11,8 +11,11 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.declare import Scope, options_of
 
 
-def with_mapping(decision: Decision) -> Decision:
-    """``decision`` about the model that ``--map`` makes, with how the source is read; unchanged without a map."""
+def with_mapping(decision: Decision, folders: tuple[str, ...] = ()) -> Decision:
+    """``decision`` about the model that ``--map`` makes, with how the source is read; unchanged without a map.
+
+    ``folders``: where a ``config.json`` of the model may be, beside those of the source.
+    """
     options = decision.options
     if not options.map:
         return decision
@@ -28,7 +31,7 @@ def with_mapping(decision: Decision) -> Decision:
     before = replace(options, **later, **(unknown if of_target else {}))
     after = replace(options, **used, **({} if of_target else unknown))
     read = Decision(Layout.FULL, Container.TORCH, None, before, directory=False)
-    return replace(decision, options=after, mapping=MapDecision(options, read, of_target))
+    return replace(decision, options=after, mapping=MapDecision(options, read, of_target, folders))
 
 
 def _without_knowledge(options: ConvertOptions) -> dict[str, Any]:

@@ -34,13 +34,6 @@ def stated_dtype(
     return dtype, (note,)
 
 
-def configuration_of(checkpoint: Checkpoint, options: ConvertOptions, sources: Sources) -> Mapping[str, object]:
-    """The language model's fields in the ``config.json`` of ``--reference``, or of the source; empty if there is
-    none.
-    """
-    return configuration_in(folders_of(checkpoint, options), sources)
-
-
 def folders_of(checkpoint: Checkpoint, options: ConvertOptions) -> list[str]:
     """Where the ``config.json`` of the model may be, in order."""
     if options.reference is not None:

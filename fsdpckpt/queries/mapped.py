@@ -1,0 +1,60 @@
+"""One side of a comparison as a layout map makes it: ``diff --map``."""
+
+from __future__ import annotations
+
+from fsdpckpt import flags
+from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.converters.target.map_options import with_mapping
+from fsdpckpt.converters.transform import transform_to_load
+from fsdpckpt.ir import Container, Layout
+from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.table import Table
+from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.commands import DiffOptions
+from fsdpckpt.queries.opening import knowledge_of
+from fsdpckpt.storage.sources import Sources
+
+
+def mapped(a: Checkpoint, b: Checkpoint, options: DiffOptions, sources: Sources) -> tuple[Checkpoint, str]:
+    """``a`` as the maps of ``options`` make it, keyed by name, and a note that says so.
+
+    The numbers of the model are those of a ``config.json`` beside either side, unless they are given. Raises what the
+    conversion of ``a`` would raise.
+    """
+    chosen = ConvertOptions.of(
+        **knowledge_of(options),
+        map=options.map,
+        inverse=options.inverse,
+        map_value=options.map_value,
+        only=options.only,
+        key_type="name",
+    )
+    decision = with_mapping(
+        Decision(Layout.FULL, Container.TORCH, None, chosen, directory=False), folders=(b.origin.directory,)
+    )
+    made = transform_to_load(a, decision, sources).checkpoint
+    names = " and ".join(f"{flags.map_(name)}" for name in options.map)
+    backwards = f" {flags.inverse}" if options.inverse else ""
+    return _listed_as(made, b.optim), f"A is what {names}{backwards} makes of {a.source}"
+
+
+def _listed_as(checkpoint: Checkpoint, other: Optimizer | None) -> Checkpoint:
+    """``checkpoint`` with the names of each param group in the order in which the same group of ``other`` lists them.
+
+    A map knows no order of the parameters that it makes, and for keys by name it means nothing.
+    """
+    table = Table.of(checkpoint)
+    if other is None or other.groups is None or table.optimizer is None or table.optimizer.groups is None:
+        return checkpoint
+    names = table.member_names()
+    lists = [[clean(str(key)) for key in keys] for keys in other.in_groups()]
+    members = []
+    for number, group in enumerate(each for each in table.optimizer.groups if each.members is not None):
+        place = {name: at for at, name in enumerate(lists[number] if number < len(lists) else ())}
+        own = list(group.members or ())
+        if {clean(str(names.get(member))) for member in own} == place.keys():
+            own.sort(key=lambda member: place[clean(str(names.get(member)))])
+        members.append(own)
+    return table.reordered(members).written(checkpoint)
