@@ -27,7 +27,7 @@ from fsdpckpt.readers.model_shards import ModelShard, Piece, Shape, Shards
 
 _AFFINE_MAP = "affine_map"
 _REASONS = "autotp_unsupported_parameter_patterns"
-_VERSION = 1  # of the map
+MAP_VERSION = 1
 _MAX_PIECES = 1 << 12  # of one shard: fused weights have three, CodeGen's a few for each rank
 
 
@@ -55,7 +55,7 @@ def shards_of_autotp(directory: str, module: ModuleStates, *, joined: bool = Fal
             if patterns is not None:
                 shards[name] = patterns.shards(name, [shapes[rank] for rank in sorted(shapes)])
             elif maps is not None:
-                shards[name] = _shards(maps[name], module.grid.model)
+                shards[name] = shards_of_map(maps[name], module.grid.model)
         except MapError as error:
             unknown.append(f"{name}: {error}")
     if unknown:
@@ -143,8 +143,8 @@ def _maps_by_name(info: Mapping[Key, object]) -> dict[str, object]:
     found = info.get(_AFFINE_MAP)
     if not isinstance(found, dict) or not isinstance(found.get("params"), dict):
         raise MapError(f"it has no {_AFFINE_MAP}")
-    if found.get("version") != _VERSION:
-        raise MapError(f"its {_AFFINE_MAP} has version {found.get('version')!r}, and {_VERSION} is known")
+    if found.get("version") != MAP_VERSION:
+        raise MapError(f"its {_AFFINE_MAP} has version {found.get('version')!r}, and {MAP_VERSION} is known")
     maps: dict[str, object] = {}
     for pattern, of_parameter in found["params"].items():
         name = name_of(pattern)
@@ -154,8 +154,8 @@ def _maps_by_name(info: Mapping[Key, object]) -> dict[str, object]:
     return maps
 
 
-def _shards(entry: object, model_ranks: int) -> Shards:
-    """The shards of one parameter on ``model_ranks`` tensor-parallel ranks, from its map. Raises MapError."""
+def shards_of_map(entry: object, model_ranks: int) -> Shards:
+    """The shards of one parameter on ``model_ranks`` ranks, from its map. Raises MapError."""
     shape = _extents(_field(entry, "logical_shape"))
     ranks = _field(entry, "ranks")
     if not isinstance(ranks, dict) or set(ranks) != set(range(model_ranks)):

@@ -21,7 +21,7 @@ from fsdpckpt.text import count_text, some_of, step_text
 DESCRIBED_STATES = frozenset({
     "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
     "optimizer_state_dict", "param_slice_mappings", "group_paddings", "param_alignment_paddings", "partition_count",
-    "zero_stage", "ds_version",
+    "zero_stage", "ds_version", "ds_zero_partition_groups",
 })  # fmt: skip  # of the optimizer's states: they describe the partitions
 _NUMBERS = ("float", "int", "uint")
 _SWAPPED = "offloaded_tensors"

@@ -17,6 +17,7 @@ from fsdpckpt.formats.torch.distributed import Distributed
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note, Problem, Section
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.deepspeed.autoep import AutoExperts, auto_experts, require_places
 from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
 from fsdpckpt.readers.deepspeed.experts import Experts, data_first, experts_of, is_of_experts, open_experts, placed
 from fsdpckpt.readers.deepspeed.layers import with_layers
@@ -25,6 +26,7 @@ from fsdpckpt.readers.deepspeed.partitions import (
     FlatGroups,
     PartitionError,
     Slice,
+    is_count,
     optimizer_order,
     partitions_of_groups,
     partitions_of_params,
@@ -51,6 +53,7 @@ from fsdpckpt.readers.deepspeed.step import (
     groups_by_name,
     merge_files,
     model_ranks_of,
+    open_files,
     open_grid,
     plain,
     require_one_run,
@@ -109,11 +112,17 @@ def read_zero(
             "not copied",
             next_step="copy all layer_*-model_states.pt into the directory",
         )
+    auto = auto_experts(directory, module, ranks or len(optim))
+    if auto is not None and grid[1] > 1:
+        found = "tensor-parallel ranks, too"
+        raise unsupported(directory, "experts", [module[0].path], "AutoEP's experts alone", found)
     if layers:
         states = with_layers(states, directory, layers, table, sources)
     elif states.grid.model > 1:
         states = replace(states, shards=shards_of_autotp(directory, states))
     step = _Step(directory, optim, states, table, sources)
+    if auto is not None:
+        return step.with_auto_experts(auto, expert_files).tree()
     return step.tree() if not expert_files else step.with_experts(expert_files).tree()
 
 
@@ -128,6 +137,13 @@ class _Column:
     flat: FlatGroups
     shapes: FlatGroup
     members: list[list[str]]
+
+
+def _flat_tensors_of_experts(groups: Sequence[StateDict]) -> set[int]:
+    """The flat tensors of param groups of experts: one each, or under ZeRO 3 the sub-groups of each."""
+    listed = [group.get("params") for group in groups if is_of_experts(group)]
+    found = [number for each in listed if isinstance(each, (list, tuple)) for number in each]
+    return {number for number in found if is_count(number)}
 
 
 def _members_of(rank: RankStates, flat: FlatGroups) -> list[list[str]]:
@@ -160,7 +176,36 @@ class _Step:
     module: ModuleStates
     table: FileTable
     sources: Sources
-    experts: Experts | None = None
+    experts: Experts | AutoExperts | None = None
+
+    def with_auto_experts(self, experts: AutoExperts, files: Sequence[ExpertFile]) -> _Step:
+        """The same step, of a model whose ``experts`` AutoEP divided: each expert-parallel rank is a model-parallel one
+        of its own, among which the other parameters are replicated. ``files``: of the experts, without ZeRO 3.
+        """
+        ranks, first = len(self.optim), rank_states(self.optim[0])
+        groups = self.module.groups()
+        numbers = _flat_tensors_of_experts(first.groups)
+        of_experts = [shapes for number, shapes in enumerate(groups) if number in numbers]
+        shards = experts.shards(self.directory, self.module.first, of_experts)
+        opened: list[tuple[StepFile, StateDict]] = []
+        if not self.module.partitioned:
+            each = [(file, open_files({0: file.path}, self.table, self.sources)[0]) for file in files]
+            opened = experts.joined(self.directory, each)
+        first_data = data_first(self._config())
+        optim, module = (
+            placed(of_kind, experts.size, ranks, data_first=first_data) for of_kind in (self.optim, self.module.files)
+        )
+        if self.module.partitioned:
+            require_places(module)
+        grid = RankGrid(ranks // experts.size, experts.size)
+        states = replace(
+            self.module,
+            files=module if self.module.partitioned else self.module.files,
+            grid=grid,
+            shards=shards,
+            experts=opened,
+        )
+        return _Step(self.directory, optim, states, self.table, self.sources, experts)
 
     def with_experts(self, files: Sequence[ExpertFile]) -> _Step:
         """The same step, of a model whose experts are in ``files``: each expert-parallel rank is a model-parallel one
@@ -207,7 +252,7 @@ class _Step:
         root: dict[Key, Value] = {"model": model, "optimizer": section_of(merged, "optimizer")}
         tree = PartContents(root, Layout.SHARDED, "deepspeed", len(self.optim))
         add_extras(tree, [rest, merged])
-        layers = [file for file, _ in self.module.layers]
+        layers = [file for file, _ in (*self.module.layers, *self.module.experts)]
         add_archives(tree, [file.archive for file in (*self.optim, *self.module.files, *layers)])
         separate_extras(tree, self.table, self.sources)
         tree.copies = self.module.copies(trained)
@@ -223,32 +268,35 @@ class _Step:
         shapes = {name: shape for group in groups for name, shape in group.items()}
         return _Column(module, module.model_rank, flat, shapes, _members_of(of_rank[0], flat))
 
-    def _expert_columns(self, ranks: Sequence[RankStates], experts: Experts) -> list[_Column]:
+    def _expert_columns(self, ranks: Sequence[RankStates], experts: Experts | AutoExperts) -> list[_Column]:
         """The flat tensors of each expert-parallel rank. Those of experts are divided among the ranks that have them,
         the others among all.
         """
         groups = self.module.groups()
-        of_experts = [is_of_experts(group) for group in ranks[0].groups]
-        shared = [number for number, own in enumerate(of_experts) if not own]
+        own = _flat_tensors_of_experts(ranks[0].groups)
+        shared = [number for number in range(len(groups)) if number not in own]
+        if len(ranks[0].weights) != len(groups) or not own <= set(range(len(groups))):
+            what = f"it has {plural(len(ranks[0].weights), 'flat tensor')}"
+            raise contradiction(ranks[0].file.path, f"{what}, and the module has {plural(len(groups), 'group')}")
         common = self._partitions(ranks, [groups[number] for number in shared], shared)
         columns = []
         for expert_rank in range(experts.size):
             members = [number for number, rank in enumerate(ranks) if rank.file.model_rank == expert_rank]
-            own = [number for number, of_expert in enumerate(of_experts) if of_expert]
             of_rank = [ranks[number] for number in members]
-            flat = self._partitions(of_rank, [groups[number] for number in own], own)
+            flat = self._partitions(of_rank, [groups[number] for number in sorted(own)], sorted(own))
+            names = {name: new for group in groups for name, new in experts.named(group, expert_rank).items()}
             params: list[list[str]] = [[] for _ in groups]
             slices: list[list[list[Slice]]] = [[[] for _ in groups] for _ in members]
-            for numbers, part, rows in ((shared, common, members), (own, flat, range(len(members)))):
+            for numbers, part, rows in ((shared, common, members), (sorted(own), flat, range(len(members)))):
                 for at, number in enumerate(numbers):
-                    names = experts.named(groups[number], expert_rank)
                     params[number] = [names[name] for name in part.params[at]]
                     for of, row in zip(slices, rows, strict=True):
                         of[number] = [replace(each, name=names[each.name]) for each in part.slices[row][at]]
             placed_in = FlatGroups(params, slices)
             shapes = experts.shapes(groups, expert_rank)
-            of_groups = _members_of(of_rank[0], placed_in)
-            columns.append(_Column(self.module.first, expert_rank, placed_in, shapes, of_groups))
+            columns.append(
+                _Column(self.module.first, expert_rank, placed_in, shapes, _members_of(of_rank[0], placed_in))
+            )
         return columns
 
     def _parameters(self, columns: Sequence[_Column]) -> dict[str, Shards]:

@@ -252,7 +252,7 @@ class ModuleStates:
 
     ``grid``: the ranks that saved. ``shards``: under AutoTP, how each parameter is cut. ``layers``: the files of a
     pipeline's layers, each with its entries under the module's names, which ``files`` do not have. ``pipeline``: all of
-    these entries.
+    these entries. ``experts``: the files of AutoEP's experts, each with its part of the weights of its layer.
     """
 
     files: list[StepFile]
@@ -261,6 +261,7 @@ class ModuleStates:
     shards: Mapping[str, Shards] = field(default_factory=dict)
     layers: Sequence[tuple[StepFile, StateDict]] = ()
     pipeline: StateDict = field(default_factory=dict)
+    experts: Sequence[tuple[StepFile, StateDict]] = ()
 
     @property
     def first(self) -> StepFile:
@@ -311,7 +312,20 @@ class ModuleStates:
         for file, entries in self.layers:  # the data of each is in its own file
             own = {name: value for name, value in entries.items() if name not in exclude}
             section_of(merged, "model").update(section_of(merge_files([file], [{"model": own}]), "model"))
+        experts = self._of_experts(lambda name: name not in exclude)
+        section_of(merged, "model").update(section_of(experts, "model"))
+        merged.problems += experts.problems
         return merged
+
+    def _of_experts(self, wanted: Callable[[Key], bool]) -> PartContents:
+        """The wanted weights of AutoEP's experts, of which each file has a part."""
+        files = [file for file, _ in self.experts]
+        parts: list[StateDict] = [
+            {name: value for name, value in entries.items() if wanted(name)} for _, entries in self.experts
+        ]
+        if not any(parts):
+            return merge_files(self.files[:1], [{"model": {}}])
+        return merge_files(files, [{"model": own} for own in parts])
 
     def copies(self, trained: Collection[str]) -> dict[str, Tensor]:
         """The module's own weights of the ``trained`` parameters. Under ZeRO 3 it has none."""
@@ -325,6 +339,7 @@ class ModuleStates:
         for file, entries in self.layers:
             own = {name: value for name, value in entries.items() if name in trained}
             found.update(section_of(merge_files([file], [{"model": own}]), "model"))
+        found.update(section_of(self._of_experts(lambda name: name in trained), "model"))
         return {str(name): leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
 
     def in_order(self, leaves: Mapping[Key, Value]) -> dict[Key, Value]:
@@ -345,7 +360,7 @@ class ModuleStates:
 
     def _untrained_in(self, file: StepFile, exclude: Collection[str], fragments: _Fragments) -> StateDict:
         model = self._model_in(file, lambda name: name not in exclude, fragments)
-        described = _DESCRIBED | {MAP_INFO} if self.shards else _DESCRIBED
+        described = _DESCRIBED | {MAP_INFO, "ds_autoep_layers"} if self.shards or self.experts else _DESCRIBED
         extra = {key: plain(value) for key, value in file.root.items() if key not in described}
         if extra.get("optimizer") is None:  # ZeRO leaves it empty; anything else is the user's own
             extra.pop("optimizer", None)

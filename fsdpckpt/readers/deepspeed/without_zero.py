@@ -1,16 +1,19 @@
 """Reads the weights of a DeepSpeed step with experts that was saved without ZeRO.
 
 The module is in ``mp_rank_00_model_states.pt``, without its experts, and each expert in a file of its own, under the
-name that it has in the model. The optimizers of these ranks, ``expp_rank_<e>_mp_rank_00_optim_states.pt``,
-number their parameters, and each rank counts its own experts: nothing names them.
+name that it has in the model; those of AutoEP are parts of the weights of their layer. The optimizers of these ranks,
+``expp_rank_<e>_mp_rank_00_optim_states.pt``, number their parameters, and each rank counts its own experts: nothing
+names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Problem, Section
 from fsdpckpt.ir.values import Key, Value
+from fsdpckpt.readers.deepspeed.autoep import auto_experts
 from fsdpckpt.readers.deepspeed.partitions import is_count
 from fsdpckpt.readers.deepspeed.required_files import ExpertFile
 from fsdpckpt.readers.deepspeed.step import (
@@ -44,8 +47,14 @@ def read_without_zero(
     (module,) = open_files({0: path}, table, sources)
     _require_all(directory, module, files)
     opened = [open_files({0: expert.path}, table, sources)[0] for expert in files]
-    layers = [(file, as_mapping(file.root, file.path, "its content")) for file in opened]
-    merged = ModuleStates([module], partitioned=False, grid=RankGrid(1), layers=layers).untrained(())
+    auto = auto_experts(directory, [module], ranks=0)
+    states = ModuleStates([module], partitioned=False, grid=RankGrid(1))
+    if auto is None:
+        layers = [(file, as_mapping(file.root, file.path, "its content")) for file in opened]
+        merged = replace(states, layers=layers).untrained(())
+    else:
+        parts = auto.joined(directory, list(zip(files, opened, strict=True)))
+        merged = replace(states, experts=parts).untrained(())
     extra = section_of(merged, "extra")
     has_optimizer = extra.pop(_OPTIMIZER, None) is not None
     root: dict[Key, Value] = {"model": section_of(merged, "model")}

@@ -2,7 +2,7 @@
 
 ``torchrun --nproc-per-node 4 -m tests.golden.deepspeed.parallel pipeline DIR '{"zero_optimization": {"stage": 1}}'``
 trains two pipeline stages of two data-parallel ranks; ``autotp`` two tensor-parallel ranks instead, ``experts`` two
-expert-parallel ranks. Then
+expert-parallel ranks, ``autoep`` the same of a model of transformers. Then
 ``python -m tests.golden.deepspeed.parallel truth DIR`` lets DeepSpeed's own ``ds_to_universal.py`` make
 ``DIR-universal``, and keeps in ``DIR/truth.pt`` its parameters and states, and the values that were never trained.
 """
@@ -194,6 +194,32 @@ def experts(config: dict[str, Any]) -> Any:
     return engine
 
 
+def autoep(config: dict[str, Any]) -> Any:
+    """A Mixtral whose MoE blocks AutoEP replaces. Without ZeRO 3 the experts of the second are frozen."""
+    import deepspeed
+    from deepspeed.module_inject.auto_ep_presets import base
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    # DeepSpeed 0.19.8 does not know how transformers 5.24 records router logits, which nothing here asks for.
+    base._install_instance_transformers_output_recorders = lambda *_, **__: None
+    sizes = {"vocab_size": WORDS, "hidden_size": 6, "intermediate_size": 8, "num_hidden_layers": 2, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    net = MixtralForCausalLM(MixtralConfig(**sizes, **heads, max_position_embeddings=16))
+    if config["zero_optimization"]["stage"] < 3:
+        net.model.layers[1].mlp.experts.requires_grad_(False)
+    parallel = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral", "use_grouped_mm": False}
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "weight_decay": 0.1}}
+    settings = {**USUAL, "expert_parallel": parallel, "optimizer": adamw, **config}
+    trained = [param for param in net.parameters() if param.requires_grad]
+    engine = deepspeed.initialize(model=net, model_parameters=trained, config=settings)[0]
+    data = batches(engine.global_rank)
+    for _ in range(3):
+        tokens, _ = next(data)
+        engine.backward(loss_of(engine(input_ids=tokens, use_cache=False).logits, tokens))
+        engine.step()
+    return engine
+
+
 def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -203,12 +229,12 @@ def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     first = Net()  # the values that AutoTP cuts, and never trains
     torch.manual_seed(0)
-    engine = {"pipeline": pipeline, "autotp": autotp, "experts": experts}[kind](config)
+    engine = {"pipeline": pipeline, "autotp": autotp, "experts": experts, "autoep": autoep}[kind](config)
     engine.save_checkpoint(str(directory), tag="global_step3", client_state={"epoch": 3})
     module = first if kind == "autotp" else engine.module
     trained = {name for name, value in module.named_parameters() if value.requires_grad}
     untrained = {name: value.clone() for name, value in module.state_dict().items() if name not in trained}
-    if kind == "experts":
+    if kind in ("experts", "autoep"):
         keep_experts(engine, directory)
     by_rank: list[Any] = [None] * engine.world_size
     torch.distributed.all_gather_object(by_rank, untrained)
@@ -224,11 +250,17 @@ def keep_experts(engine: Any, directory: Path) -> None:
     """What each rank's own memory has of the weights and states (``param._hp_mapping``), and the module in bfloat16.
     ``ds_to_universal.py`` does not join experts.
     """
-    from deepspeed.utils import groups
+    from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    engine.optimizer._hp_optimizer_states_linked = False  # its link to the states is from before the first step
-    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    partitioned = engine.zero_optimization_partition_weights()
+    if not partitioned:
+        engine.optimizer._hp_optimizer_states_linked = False  # its link to the states is from before the first step
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     fragments: dict[str, Any] = {}
+    for name, param in engine.module.named_parameters() if partitioned else ():
+        values = {state: safe_get_full_optimizer_state(param, state).flatten() for state in ("exp_avg", "exp_avg_sq")}
+        values["fp32"] = safe_get_full_fp32_param(param).flatten().clone()
+        fragments[name] = {"start": 0, "shape": param.ds_shape, "values": values}
     for name, param in engine.module.named_parameters():
         mapping = getattr(param, "_hp_mapping", None)
         if mapping is not None:
@@ -237,7 +269,8 @@ def keep_experts(engine: Any, directory: Path) -> None:
             values["fp32"] = mapping.get_hp_fragment().clone()
             fragments[name] = {"start": place.start, "shape": param.shape, "values": values}
     rank = groups._get_expert_parallel_rank("ep_size_2")
-    of_rank = {"expert_rank": rank, "fragments": fragments, "module": engine.module.state_dict()}
+    module = {} if partitioned else engine.module.state_dict()
+    of_rank = {"expert_rank": rank, "fragments": fragments, "module": module}
     by_rank: list[Any] = [None] * engine.world_size
     torch.distributed.all_gather_object(by_rank, of_rank)
     if engine.global_rank == 0:
