@@ -30,11 +30,12 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import Slices
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.units import FLAT_PARAM, Units
+from fsdpckpt.ir.units import FLAT_PARAM, Groups, Units
 from fsdpckpt.layouts.flattened import is_flat_key, place_units
 from fsdpckpt.text import some_of
 from fsdpckpt.transform.assignment import in_order
 from fsdpckpt.transform.parameter_order import cut
+from fsdpckpt.transform.stated_orders import groups_by_user
 
 _PADDING = 16  # elements: an upper bound of the alignment that one parameter adds
 _PARAMETERS = ("weight", "bias")  # of a layer of torch.nn: no buffer has these last components
@@ -47,7 +48,8 @@ class Candidate:
 
     ``label``: where they come from. ``assumed``: what some names are assumed to be. ``strides_known``:
     whether it has the parameters' strides. A later ``turn`` comes only if no candidate of an earlier one matches.
-    ``alternatives``: the candidates in which a name that this one leaves out takes the place of another.
+    ``alternatives``: the candidates in which a name that this one leaves out takes the place of another. ``groups``:
+    the optimizer's, by original names, if the user lists the parameters in its order.
     """
 
     units: Units
@@ -57,18 +59,46 @@ class Candidate:
     turn: int = 0
     strides_known: bool = False
     alternatives: Callable[[], Iterable[Candidate]] = tuple
+    groups: Groups | None = None
 
 
 def candidates(
-    checkpoint: Checkpoint, names: Listing, prefixes: UnitPrefixes, *, parameters: Sequence[str] | None = None
+    checkpoint: Checkpoint,
+    names: Listing,
+    prefixes: UnitPrefixes,
+    *,
+    parameters: Sequence[str] | None = None,
+    parameter_groups: Groups = (),
 ) -> Iterator[Candidate]:
-    """The candidates for ``names``, lower tiers first. ``parameters``: exactly those of ``model.parameters()``."""
-    options = _Candidates(checkpoint, names, prefixes)
-    return options.all() if parameters is None else options.exact(parameters)
+    """The candidates for ``names``, lower tiers first. ``parameters``: exactly those of ``model.parameters()``, or
+    those of the optimizer in its order; ``parameter_groups``: how blank lines divide them.
+    """
+    if parameters is None:
+        return _Candidates(checkpoint, names, prefixes).all()
+    groups = _given_groups(checkpoint, names, parameters, parameter_groups)
+    options = _Candidates(checkpoint, names, prefixes, () if groups is None else parameters)
+    if groups is None:
+        return options.exact(parameters)
+    return (replace(candidate, groups=groups) for candidate in options.all())
+
+
+def _given_groups(checkpoint: Checkpoint, names: Listing, parameters: Sequence[str], divided: Groups) -> Groups | None:
+    """The groups of an optimizer that is keyed by id, if the user lists its parameters in its order, which is not the
+    model's; else None.
+    """
+    optim = checkpoint.optim
+    if optim is None or optim.key_type != "id" or not set(parameters) <= set(names.names):
+        return None
+    in_model_order = names.ordered and names.in_model_order
+    position = {name: place for place, name in enumerate(names.names)} if in_model_order else None
+    return groups_by_user(tuple(parameters), divided, optim, position)
 
 
 class _Candidates:
-    def __init__(self, checkpoint: Checkpoint, names: Listing, prefixes: UnitPrefixes) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, names: Listing, prefixes: UnitPrefixes, trained: Collection[str] = ()
+    ) -> None:
+        """``trained``: names that are certainly parameters."""
         self.names = names
         self.world_size = checkpoint.world_size
         self.numels = possible_numels(checkpoint)
@@ -76,7 +106,7 @@ class _Candidates:
         self.label = f"units: names from {names.source}, prefixes from {prefixes.label}"
         self.dtypes = _flat_dtypes(checkpoint)
         self.state_dtype = _state_dtype(checkpoint) if names.from_reference else None
-        self.listed = _listed(checkpoint)
+        self.listed = _listed(checkpoint) | set(trained)
         beside = _whole_beside_flat(checkpoint)
         params = [
             replace(param, sharded=False) if beside.get(param.name) == param.numel else param for param in names.params
@@ -289,7 +319,6 @@ def _listed(checkpoint: Checkpoint) -> set[str]:
     return {clean(name) for name in names if not is_flat_key(name)}
 
 
-Groups: TypeAlias = tuple[tuple[str, ...], ...]
 _Token: TypeAlias = bytes | tuple[int, ...]
 
 _MOST = 2_000_000  # states of the search; two groups of a thousand parameters each need half of it

@@ -19,14 +19,14 @@ from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.slices import describe_lengths, has_uneven_slices, lengths_by_key, possible_shard_sizes
-from fsdpckpt.flat.units.build import Settings, differing_settings
+from fsdpckpt.flat.units.build import Settings, differing_settings, regrouped
 from fsdpckpt.flat.units.candidates import Candidate, group_candidates
 from fsdpckpt.flat.units.request import ResolvedUnits, order_unknown
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Strategy, Unit, Units
+from fsdpckpt.ir.units import Groups, Strategy, Unit, Units
 from fsdpckpt.layouts.flattened import is_flat_key
 
 
@@ -73,7 +73,7 @@ def infer(
     for candidate in candidates:
         if matches and candidate.turn > matches[-1].candidate.turn:
             break
-        for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
+        for units, assignments in _with_settings(checkpoint, candidate, wanted):
             description = "; ".join((*candidate.assumed, describe_settings(units)))
             if not assignments:
                 nearest = nearest or Refusal(
@@ -99,8 +99,9 @@ def infer(
 
 def _require_no_exchange(checkpoint: Checkpoint, chosen: _Matched, wanted: Settings) -> None:
     """Raises NeedsInformationError if ``chosen`` left out a name that fits in the place of another."""
-    for candidate in chosen.candidate.alternatives():
-        for units, assignments in _with_settings(checkpoint, candidate.units, wanted):
+    for alternative in chosen.candidate.alternatives():
+        candidate = replace(alternative, groups=chosen.candidate.groups)
+        for units, assignments in _with_settings(checkpoint, candidate, wanted):
             for groups in assignments:
                 result = match(checkpoint, units if groups is None else replace(units, groups=groups))
                 if isinstance(result, FlatMatch):
@@ -108,9 +109,12 @@ def _require_no_exchange(checkpoint: Checkpoint, chosen: _Matched, wanted: Setti
 
 
 def _with_settings(
-    checkpoint: Checkpoint, units: Units, wanted: Settings
-) -> Iterator[tuple[Units, Sequence[tuple[tuple[str, ...], ...] | None]]]:
-    """``units`` under every combination of unknown settings, each with every assignment of the optimizer's ids."""
+    checkpoint: Checkpoint, candidate: Candidate, wanted: Settings
+) -> Iterator[tuple[Units, Sequence[Groups | None]]]:
+    """The units of ``candidate`` under every combination of unknown settings, each with every assignment of the
+    optimizer's ids: one if the user lists them.
+    """
+    units = candidate.units
     if not units.units:
         return
     flags = (wanted.use_orig_params,) if wanted.use_orig_params is not None else (False, True)
@@ -122,7 +126,11 @@ def _with_settings(
                 configured = replace(
                     Settings(use_orig_params, strategy, param_dtype).applied_to(units), shard_size=shard_size
                 )
-                yield configured, group_candidates(checkpoint, configured)
+                if candidate.groups is None:
+                    yield configured, group_candidates(checkpoint, configured)
+                    continue
+                listed = regrouped(configured, candidate.groups)
+                yield configured, [] if listed is None else [listed]
 
 
 def _shardings(checkpoint: Checkpoint, wanted: Settings) -> Iterator[tuple[Strategy, int | None]]:

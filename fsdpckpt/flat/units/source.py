@@ -140,7 +140,13 @@ def _infer_units(
     prefixes = _unit_prefixes(checkpoint, request, names, sources, target_flattened=target_flattened)
     result = infer(
         checkpoint,
-        candidates(checkpoint, names, prefixes, parameters=request.parameters),
+        candidates(
+            checkpoint,
+            names,
+            prefixes,
+            parameters=request.parameters,
+            parameter_groups=request.parameter_groups,
+        ),
         wanted=Settings() if target_flattened else request,
         preferred=request,
         order_command=lambda: units_command(request.reference, checkpoint.source, sources),
