@@ -6,24 +6,13 @@ What a units file says is never inferred instead: it was written because files o
 from __future__ import annotations
 
 from fsdpckpt import flags
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.checkpoint import Checkpoint
 
 
 def require_units_beside(checkpoint: Checkpoint) -> None:
-    """Raises SourceCorruptError if no units file beside ``checkpoint`` can be read, although there is one, and
-    NeedsInformationError if there are several that differ.
-    """
-    if checkpoint.units is not None:
-        return
-    if checkpoint.origin.units_from:
-        raise NeedsInformationError(
-            f"several different units files are beside {checkpoint.source}",
-            details=checkpoint.origin.units_from.split(" and "),
-            why="each describes a different model or wrapping, and only one can be this checkpoint's",
-            next_step=f"name the one that belongs to it: {flags.units('FILE')}",
-        )
-    if checkpoint.origin.units_refused:
+    """Raises SourceCorruptError if no units file beside ``checkpoint`` can be read, although there is one."""
+    if checkpoint.units is None and not checkpoint.origin.units_from and checkpoint.origin.units_refused:
         raise SourceCorruptError(
             f"the units file beside {checkpoint.source} cannot be used, and what it says may not be inferred instead",
             details=checkpoint.origin.units_refused,

@@ -68,6 +68,13 @@ def source_units(
         return _given_units(
             checkpoint, beside, checkpoint.origin.units_from or "beside the checkpoint", source_request, sources
         )
+    if beside is None and checkpoint.origin.units_from and request.file is None:
+        raise NeedsInformationError(
+            f"several different units files are beside {checkpoint.source}",
+            details=checkpoint.origin.units_from.split(", "),
+            why="each describes a different model or wrapping, and only one can be this checkpoint's",
+            next_step=f"name the one that belongs to it: {flags.units('FILE')}",
+        )
     if request.file is None:
         require_units_beside(checkpoint)
     units = load_units(request.file, sources, request.sections) if request.file is not None else None

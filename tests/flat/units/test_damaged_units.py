@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceCorruptError
+from fsdpckpt.errors import FsdpckptError, SourceCorruptError
 
 SHAPES = {"a.weight": (6, 4), "b.weight": (6, 4), "b.bias": (6,), "head.weight": (5, 6)}
 Units = dict[str, Any]
@@ -86,17 +86,6 @@ def test_what_needs_no_units_is_converted_beside_a_damaged_file(saved: Path, tmp
     fsdpckpt.convert(source, tmp_path / "out.pt", to="full")
     assert fsdpckpt.diff(source, tmp_path / "out.pt").same
     assert fsdpckpt.inspect(source).checkpoint.optim is not None
-
-
-def test_ids_ask_which_of_two_units_files_says_their_order(saved: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(saved / "ids", tmp_path / "ids")
-    units = json.loads((saved / "units.json").read_text())
-    (source / "a.json").write_text(json.dumps(units))
-    (source / "b.json").write_text(json.dumps({**units, "world_size": 4}))
-    with pytest.raises(NeedsInformationError, match="several different units files") as asked:
-        fsdpckpt.convert(source, tmp_path / "out.pt", to="full", key_type="name")
-    assert "--units" in str(asked.value.next_step)
-    fsdpckpt.convert(source, tmp_path / "out.pt", to="full", key_type="name", units=source / "a.json")
 
 
 def test_inspect_shows_flat_shards_beside_damaged_units_as_they_are(saved: Path, tmp_path: Path) -> None:
