@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsafeError, SourceUnsupportedError
 from fsdpckpt.formats.safetensors import METADATA_KEY
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.values import encode
 from fsdpckpt.text import plural
+from tests.makers import Change, Make, files, lose, safetensors, together
 from tests.readers.contents import held, opened, same_values
 from tests.readers.played_ranks import save_as_ranks, shard
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unsafe, unsupported
 
 PT = {"format": "pt"}
 
@@ -63,28 +64,6 @@ def test_shards_are_one_model_with_and_without_an_index(tmp_path: Path, index: b
     same_values(opened(tmp_path), model=model)
 
 
-@pytest.mark.parametrize("index", [True, False])
-def test_all_missing_shards_are_named(tmp_path: Path, index: bool) -> None:
-    _, where = sharded(tmp_path)
-    if index:
-        write_index(tmp_path, where)
-    for number in (1, 3):
-        (tmp_path / f"model-0000{number}-of-00003.safetensors").unlink()
-    with pytest.raises(SourceIncompleteError) as error:
-        opened(tmp_path)
-    assert error.value.details == ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
-
-
-def test_an_index_that_promises_what_its_shard_has_not_is_refused(tmp_path: Path) -> None:
-    _, where = sharded(tmp_path)
-    where["l.9.weight"] = where["scale"]
-    where["e.weight"] = "model-00002-of-00003.safetensors"
-    write_index(tmp_path, where)
-    with pytest.raises(SourceIncompleteError) as error:
-        opened(tmp_path)
-    assert sorted(detail.partition(" ")[0] for detail in error.value.details) == ["e.weight", "l.9.weight"]
-
-
 def test_a_tensor_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
     model, where = sharded(tmp_path)
     del where["e.weight"]
@@ -92,28 +71,6 @@ def test_a_tensor_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
     found = opened(tmp_path)
     same_values(found, model=model)
     assert [note.key for note in found.notes if note.kind == "unlisted"] == ["e.weight"]
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "{", ""])
-def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(SourceCorruptError):
-        opened(tmp_path)
-
-
-@pytest.mark.parametrize("shard", ["../w.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
-def test_an_index_cannot_leave_its_directory(tmp_path: Path, shard: str) -> None:
-    write_index(tmp_path, {"w": shard})
-    with pytest.raises(SourceCorruptError, match="outside"):
-        opened(tmp_path)
-
-
-def test_one_name_in_two_shards_is_refused(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(3)}, tmp_path / "model-00001-of-00002.safetensors", PT)
-    save_file({"a": torch.ones(3)}, tmp_path / "model-00002-of-00002.safetensors", PT)
-    with pytest.raises(SourceCorruptError) as error:
-        opened(tmp_path)
-    assert error.value.key == "a"
 
 
 def hf_sharded(directory: Path, world_size: int, **how: Any) -> dict[str, torch.Tensor]:
@@ -148,38 +105,6 @@ def test_that_nothing_shows_whether_shards_of_later_ranks_are_missing_is_said(tm
     assert note.kind == "inferred" and f"those of {plural(ranks, 'rank')} are here, and count as all" in note.message
     save_file({"a.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     assert opened(tmp_path / "model.safetensors").notes == ()
-
-
-def test_a_missing_rank_below_the_highest_is_named(tmp_path: Path) -> None:
-    hf_sharded(tmp_path, 4)
-    (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(SourceIncompleteError) as error:
-        opened(tmp_path)
-    assert error.value.details == ("shard-00002-*.safetensors",)
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        {"b": {"saved_offsets": [0]}},
-        *({"a": {"saved_offsets": offsets}} for offsets in ([], [0, 0], [-1], [0.0], [True], ["0"], [1 << 62], None)),
-    ],
-)
-def test_sharding_information_that_does_not_fit_the_tensors_is_refused(tmp_path: Path, info: Any) -> None:
-    metadata = {"DCP_SHARDING_INFO": json.dumps(info), **PT}
-    save_file({"a": torch.ones(3)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors", metadata)
-    with pytest.raises(SourceCorruptError, match="DCP_SHARDING_INFO"):
-        opened(tmp_path)
-
-
-@pytest.mark.parametrize("other", [torch.ones(3).double(), torch.ones(3, 1)])
-def test_chunks_of_one_name_that_are_not_of_one_tensor_are_refused(tmp_path: Path, other: torch.Tensor) -> None:
-    for rank, tensor in enumerate((torch.ones(3), other)):
-        info = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [3 * rank] + [0] * (tensor.ndim - 1)}}), **PT}
-        save_file({"a": tensor}, tmp_path / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors", info)
-    with pytest.raises(SourceCorruptError, match="do not fit together") as error:
-        opened(tmp_path)
-    assert error.value.key == "a"
 
 
 def scheme(**document: Any) -> dict[str, str]:
@@ -261,49 +186,118 @@ def test_a_dtype_safetensors_has_not_comes_back(tmp_path: Path, rows: int) -> No
     same_values(opened(tmp_path / "c.safetensors"), model={"c": value})
 
 
-def test_every_tensor_the_document_promises_and_nobody_has_is_named(tmp_path: Path) -> None:
-    tensors, entry = optimizer_entry("")
-    del tensors["state.0.exp_avg"]
-    save_file(tensors, tmp_path / "optimizer.safetensors", scheme(optim=entry, model_order=["gone"]))
-    with pytest.raises(SourceIncompleteError) as error:
-        opened(tmp_path)
-    assert set(error.value.details) == {"state.0.exp_avg", "gone"}
-
-
-@pytest.mark.parametrize(
-    "document",
-    ["[]", "{", '{"version":1,"optim":[]}', '{"version":1,"optim":{"order":[[1]]}}', '{"version":1,"extra":[1]}',
-     '{"version":1,"raw":{"w":["complex128",[9]]}}', '{"version":1,"raw":{"w":["uint8",[12' + "1" * 40 + ']]}}',
-     '{"version":1,"raw":{"e":["uint8",[0,1099511627776,1099511627776]]}}', '{"version":1,"extra":{"model":1}}',
-     '{"version":1,"raw":{"w":["uint8",[-3,-4]]}}', '{"version":1,"raw":{"w":["uint8",[12.0]]}}',
-     '{"version":1,"optim":{"order":[[null,[]]]}}'],
-)  # fmt: skip
-def test_a_document_that_was_damaged_is_refused(tmp_path: Path, document: str) -> None:
-    save_file({"w": torch.ones(3), "e": torch.ones(0)}, tmp_path / "w.safetensors", {METADATA_KEY: document})
-    with pytest.raises(SourceCorruptError):
-        opened(tmp_path / "w.safetensors")
-
-
-@pytest.mark.parametrize(
-    "value", [{"$global": ["os", "system"]}, {"$object": {"function": ["os", "system"], "args": ["true"]}}]
-)
-@pytest.mark.parametrize("section", ["extra", "model_values", "optim"])
-def test_a_name_outside_the_allow_list_is_refused(tmp_path: Path, value: Any, section: str) -> None:
-    entry = {"x": [value]}
-    document = scheme(**{section: {"order": [], "extra": entry} if section == "optim" else entry})
-    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", document)
-    with pytest.raises(SourceUnsafeError) as refused:
-        opened(tmp_path / "w.safetensors")
-    assert refused.value.details == ("os.system",) and refused.value.file == str(tmp_path / "w.safetensors")
-
-
 def test_a_dict_is_not_taken_for_a_call(tmp_path: Path) -> None:
     document = scheme(extra={"x": {"function": ["os", "system"]}})
     save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", document)
     assert opened(tmp_path / "w.safetensors").extra == {"x": {"function": ["os", "system"]}}
 
 
-def test_a_document_of_a_newer_version_is_refused_saying_so(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", {METADATA_KEY: '{"version":2}'})
-    with pytest.raises(SourceUnsupportedError, match="newer fsdpckpt"):
-        opened(tmp_path / "w.safetensors")
+def three(*changes: Change, index: dict[str, str] | None = None) -> Make:
+    """Three shards, changed; ``index``: what the index says otherwise."""
+
+    def make(directory: Path) -> None:
+        _, where = sharded(directory)
+        if index is not None:
+            write_index(directory, where | index)
+        for change in changes:
+            change(directory)
+
+    return make
+
+
+def of_hugging_face(*changes: Change) -> Make:
+    """What DCP's Hugging Face writer saves on 4 ranks, changed."""
+
+    def make(directory: Path) -> None:
+        hf_sharded(directory, 4)
+        for change in changes:
+            change(directory)
+
+    return make
+
+
+def chunk(tensor: torch.Tensor, info: Any, rank: int = 1) -> Make:
+    name = f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+    return safetensors(name, {"a": tensor}, DCP_SHARDING_INFO=json.dumps(info))
+
+
+def chunks(other: torch.Tensor) -> Make:
+    """Two chunks under one name."""
+    at = [3] + [0] * (other.ndim - 1)
+    first = chunk(torch.ones(3), {"a": {"saved_offsets": [0]}})
+    return together(first, chunk(other, {"a": {"saved_offsets": at}}, rank=2))
+
+
+def with_document(document: Any) -> Make:
+    text = document if isinstance(document, str) else scheme(**document)[METADATA_KEY]
+    return safetensors("w.safetensors", {"w": torch.ones(3), "e": torch.ones(0)}, **{METADATA_KEY: text})
+
+
+def lacking_a_state(directory: Path) -> None:
+    tensors, entry = optimizer_entry("")
+    del tensors["state.0.exp_avg"]
+    document = scheme(optim=entry, model_order=["gone"])
+    safetensors("optimizer.safetensors", tensors, **document)(directory)
+
+
+INDEX = "model.safetensors.index.json"
+LOST = "model-0000[13]-of-00003.safetensors"
+NAMED = "\n  - model-00001-of-00003.safetensors\n  - model-00003-of-00003.safetensors\n"
+CALLS = ({"$global": ["os", "system"]}, {"$object": {"function": ["os", "system"], "args": ["true"]}})
+TWO_TO_THE_40 = 1 << 40
+DAMAGED = (
+    "[]", "{", '{"version":1,"optim":[]}', '{"version":1,"optim":{"order":[[1]]}}', '{"version":1,"extra":[1]}',
+    '{"version":1,"raw":{"w":["complex128",[9]]}}', '{"version":1,"raw":{"w":["uint8",[12' + "1" * 40 + ']]}}',
+    f'{{"version":1,"raw":{{"e":["uint8",[0,{TWO_TO_THE_40},{TWO_TO_THE_40}]]}}}}',
+    '{"version":1,"extra":{"model":1}}', '{"version":1,"raw":{"w":["uint8",[-3,-4]]}}',
+    '{"version":1,"raw":{"w":["uint8",[12.0]]}}', '{"version":1,"optim":{"order":[[null,[]]]}}',
+)  # fmt: skip
+REFUSALS = (
+    incomplete("shards are missing", three(lose(LOST)), NAMED),
+    incomplete("shards of an index are missing", three(lose(LOST), index={}), NAMED),
+    incomplete(
+        "an index promises what its shard has not",
+        three(index={"l.9.weight": "model-00003-of-00003.safetensors", "e.weight": "model-00002-of-00003.safetensors"}),
+        "\n  - e.weight ",
+        "\n  - l.9.weight ",
+    ),
+    *(
+        corrupt(f"an index that is none: {text}", files({INDEX: text}))
+        for text in ("[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "{", "")
+    ),
+    *(
+        corrupt(f"an index that leads to {shard!r}", files({INDEX: {"weight_map": {"w": shard}}}), "outside")
+        for shard in ("../w.safetensors", "/etc/passwd", "a/b.safetensors", "..", "")
+    ),
+    corrupt(
+        "one name in two shards",
+        together(*(safetensors(f"model-0000{n}-of-00002.safetensors", {"a": torch.ones(3)}) for n in (1, 2))),
+        "a is in two files that do not fit together",
+    ),
+    incomplete("a rank is missing", of_hugging_face(lose("shard-00002-*")), "\n  - shard-00002-*.safetensors\n"),
+    corrupt("offsets of another tensor", chunk(torch.ones(3), {"b": {"saved_offsets": [0]}}), "DCP_SHARDING_INFO"),
+    *(
+        corrupt(
+            f"offsets that do not fit: {at}", chunk(torch.ones(3), {"a": {"saved_offsets": at}}), "DCP_SHARDING_INFO"
+        )
+        for at in ([], [0, 0], [-1], [0.0], [True], ["0"], [1 << 62], None)
+    ),
+    *(
+        corrupt(f"chunks of two tensors: {other.ndim}", chunks(other), "do not fit together")
+        for other in (torch.ones(3).double(), torch.ones(3, 1))
+    ),
+    incomplete("what the document promises is missing", lacking_a_state, "\n  - state.0.exp_avg\n", "\n  - gone\n"),
+    *(corrupt(f"a damaged document: {text[:60]}", with_document(text)) for text in DAMAGED),
+    unsupported("a document of a newer version", with_document('{"version":2}'), "newer fsdpckpt"),
+    *(
+        unsafe(f"a {kind} in {section}", with_document({section: entry}), "\n  - os.system\n", "DIR/w.safetensors")
+        for call in CALLS
+        for kind, extra in [(next(iter(call)), {"x": [call]})]
+        for section, entry in (("extra", extra), ("model_values", extra), ("optim", {"order": [], "extra": extra}))
+    ),
+)
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -22,21 +23,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdpckpt
-from fsdpckpt.errors import (
-    SourceCorruptError,
-    SourceIncompleteError,
-    SourceUnsafeError,
-    SourceUnsupportedError,
-)
+from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.storage.sources import Sources
+from tests.makers import GOLDEN, Change, Make, add_copy, copied, edit, lose, put, swap
 from tests.readers.contents import held, opened
 from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
-
-GOLDEN = Path(__file__).parent.parent / "golden"
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unsafe, unsupported
 
 
 def read_files(paths: dict[int, Path]) -> tuple[PartContents, Any]:
@@ -229,75 +225,6 @@ def test_a_dtensor_without_elements(tmp_path: Path) -> None:
     assert len(tree.root["w"].chunks) == 1  # type: ignore[index,call-overload,union-attr,arg-type]
 
 
-@pytest.mark.parametrize("coordinate", [[2], [-1], [0, 0]])
-def test_a_place_outside_of_the_mesh_is_refused(coordinate: list[int], tmp_path: Path) -> None:
-    def state(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2,))
-        weight = distribute_tensor(numbered(4, 3), mesh, [Shard(0)], src_data_rank=None)
-        if rank == 1:
-            mesh._coordinate_on_dim = coordinate
-        return {"w": weight}
-
-    save_ranks(tmp_path, 2, state)
-    with pytest.raises(SourceCorruptError, match="coordinate outside its mesh"):
-        read(tmp_path)
-
-
-def test_partial_sums_are_refused_by_key(tmp_path: Path) -> None:
-    def state_of(_rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2,))
-        return {"a": {"grad": DTensor.from_local(numbered(2, 2), mesh, [Partial()], run_check=False)}}
-
-    save_ranks(tmp_path / "c", 2, state_of)
-    with pytest.raises(SourceUnsupportedError, match=r"a.grad is placed as Partial"):
-        read(tmp_path / "c")
-
-
-def test_a_local_tensor_that_contradicts_its_placement_is_refused(tmp_path: Path) -> None:
-    def state_of(_rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2,))
-        return {"w": DTensor.from_local(numbered(3, 2), mesh, [Shard(0)], run_check=False, shape=(9, 2), stride=(2, 1))}
-
-    save_ranks(tmp_path / "c", 2, state_of)
-    with pytest.raises(SourceCorruptError, match="w: the local tensor is not what") as error:
-        read(tmp_path / "c")
-    assert error.value.key == "w"
-
-
-# Sets that are not whole
-
-
-@pytest.fixture
-def four(tmp_path: Path) -> Path:
-    """Files of four FSDP2 ranks."""
-    weights = {"a": numbered(9, 2), "b": numbered(4, 4)}
-    save_ranks(tmp_path / "four", 4, lambda _: {"model": shard(weights, 4), "epoch": 3, "buffer": numbered(3)})
-    return tmp_path / "four"
-
-
-def test_every_missing_rank_is_named(four: Path) -> None:
-    for rank in (1, 3):
-        (four / f"model_{rank}.pt").unlink()
-    with pytest.raises(SourceIncompleteError) as error:
-        read(four)
-    assert error.value.what == f"{four}: 2 of 4 ranks are missing: 1, 3"
-    assert (error.value.file, error.value.rank) == (str(four), 1)
-
-
-def test_missing_ranks_of_sharded_tensors_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceIncompleteError, match="1 of 2 ranks is missing: 1"):
-        read_files({0: GOLDEN / "torch-2.1/f1_flat_sh_st/model_0.pt"})
-
-
-@pytest.mark.parametrize("folder", ["torch-2.1/f1_flat_sh_st", "torch-2.4/f1_orig_sh_dt", "torch-2.4/f2_plain_t"])
-def test_swapped_files_are_refused(folder: str) -> None:
-    paths = {0: GOLDEN / folder / "model_1.pt", 1: GOLDEN / folder / "model_0.pt"}
-    with pytest.raises(SourceCorruptError, match="swapped rank files") as error:
-        read_files(paths)
-    assert len(error.value.details) == 2
-    assert "model_1.pt: expected rank 0, saved by rank 1" in error.value.details[0]
-
-
 @pytest.mark.parametrize("folder", ["torch-2.4/f1_orig_sh_st", "torch-2.4/f1_hyb_sh_dt"])
 @pytest.mark.parametrize(
     ("name", "first"),
@@ -320,111 +247,6 @@ def test_the_content_says_which_rank_saved_a_file_whose_name_does_not(
     (tmp_path / name.format(section="model", number=first)).unlink()
     with pytest.raises(SourceIncompleteError, match=f"1 of {count} ranks is missing: 0"):
         opened(tmp_path)
-
-
-@pytest.mark.parametrize("numbers", [[0, 2, 1, 3], [7, 8, 9, 10], [0, 1, 2, 4]])
-def test_numbers_that_are_not_the_ranks_that_saved_the_files_are_refused(numbers: list[int], tmp_path: Path) -> None:
-    for rank, number in enumerate(numbers):
-        shutil.copy(GOLDEN / "torch-2.4/f1_hyb_sh_dt" / f"model_{rank}.pt", tmp_path / f"ckpt_{number}.pt")
-    with pytest.raises(SourceCorruptError, match="are not the ranks that saved these files") as error:
-        opened(tmp_path)
-    assert f"ckpt_{numbers[2]}.pt: saved by rank 2" in error.value.details
-
-
-def test_ranks_files_of_several_epochs_are_never_joined(tmp_path: Path) -> None:
-    for rank in range(4):
-        shutil.copy(GOLDEN / "torch-2.4/f1_hyb_sh_dt" / f"model_{rank}.pt", tmp_path / f"epoch_{rank}.pt")
-    with pytest.raises(SourceIncompleteError, match="3 of 4 ranks are missing: 1, 2, 3"):
-        opened(tmp_path)
-
-
-def test_one_ranks_files_of_several_steps_are_not_those_of_several_ranks(tmp_path: Path) -> None:
-    for step in (100, 200):
-        shutil.copy(GOLDEN / "torch-2.4/f1_hyb_sh_dt" / "model_1.pt", tmp_path / f"step_{step}.pt")
-    with pytest.raises(SourceIncompleteError, match="3 of 4 ranks are missing: 0, 2, 3"):
-        opened(tmp_path)
-
-
-def test_one_file_given_twice_is_refused(four: Path) -> None:
-    shutil.copy(four / "model_0.pt", four / "model_2.pt")
-    with pytest.raises(SourceCorruptError, match="swapped rank files") as error:
-        read(four)
-    assert len(error.value.details) == 1
-
-
-def test_files_left_over_from_a_larger_run_are_refused(four: Path) -> None:
-    torch.save({"model": {"a": numbered(3)}}, four / "model_4.pt")
-    with pytest.raises(SourceCorruptError, match="do not belong to a world of 4 ranks"):
-        read(four)
-
-
-def test_a_gap_in_files_of_plain_tensors_is_a_missing_rank(tmp_path: Path) -> None:
-    for rank in (0, 3):
-        torch.save({"x": numbered(3)}, tmp_path / f"model_{rank}.pt")
-    with pytest.raises(SourceIncompleteError, match="1, 2"):
-        read(tmp_path)
-
-
-def change(path: Path, edit: Callable[[Any], None]) -> None:
-    state = torch.load(path, weights_only=False)
-    edit(state)
-    torch.save(state, path)
-
-
-def test_a_key_that_one_rank_lacks_is_reported(four: Path) -> None:
-    with as_rank(2, 4):
-        change(
-            four / "model_2.pt", lambda state: (state["model"].pop("a.weight"), state.pop("buffer"), state.pop("epoch"))
-        )
-    tree, _ = read_without_coverage(four)
-    assert {(problem.kind, problem.key, problem.fatal) for problem in tree.missing.values()} == {
-        ("missing-key", "model.a.weight", True),
-        ("missing-key", "buffer", False),
-        ("missing-key", "epoch", False),
-    }
-    assert all("rank 2" in problem.message for problem in tree.missing.values())
-
-
-def test_a_key_that_only_a_later_rank_has_counts(four: Path) -> None:
-    with as_rank(3, 4):
-        change(four / "model_3.pt", lambda state: state.update(late=numbered(2)))
-    tree, found = read(four)
-    assert found["late"] == held(numbered(2), ())
-    (problem,) = tree.missing.values()
-    assert (problem.kind, problem.key, problem.fatal) == ("missing-key", "late", False)
-    assert "ranks 0, 1, 2" in problem.message
-
-
-def read_without_coverage(directory: Path) -> tuple[PartContents, FileTable]:
-    files = FileTable()
-    with Sources() as sources:
-        paths = {rank: str(directory / f"model_{rank}.pt") for rank in range(4)}
-        return read_torch_ranks(paths, files, sources), files
-
-
-@pytest.mark.parametrize(
-    ("other", "shown"),
-    [(numbered(3, 2), "a plain tensor of shape (3, 2) and type float32"), (7, "a value of type int")],
-)
-def test_ranks_that_disagree_on_a_tensor_are_reported(other: Any, shown: str, four: Path) -> None:
-    with as_rank(1, 4):
-        change(four / "model_1.pt", lambda state: state["model"].update({"a.weight": other}))
-    tree, _ = read_without_coverage(four)
-    (problem,) = tree.problems
-    assert (problem.kind, problem.fatal, problem.key) == ("rank-mismatch", True, "model.a.weight")
-    assert f"{shown} in rank 1" in problem.message
-    assert "a DTensor of shape (9, 2) and type float32 in ranks 0, 2, 3" in problem.message
-
-
-@pytest.mark.parametrize("other", [numbered(9, 2).double(), numbered(10, 2)], ids=["dtype", "shape"])
-def test_ranks_that_disagree_on_a_sharded_tensor_are_reported(other: torch.Tensor, four: Path) -> None:
-    with as_rank(1, 4):
-        change(four / "model_1.pt", lambda state: state["model"].update(shard({"a": other}, 4)))
-    tree, _ = read_without_coverage(four)
-    (problem,) = tree.problems
-    assert (problem.kind, problem.fatal, problem.key) == ("rank-mismatch", True, "model.a.weight")
-    assert str(other.dtype).removeprefix("torch.") in problem.message
-    assert str(tuple(other.shape)) in problem.message
 
 
 # Values that differ, replicas, flattened slices
@@ -628,22 +450,6 @@ def test_an_optimizer_without_states_is_not_flattened(tmp_path: Path) -> None:
     assert read(tmp_path)[0].layout is Layout.FULL
 
 
-# Hostile and damaged files
-
-
-def test_one_unsafe_file_among_the_ranks_is_refused(four: Path) -> None:
-    class Harm:
-        def __reduce__(self) -> Any:
-            import os
-
-            return (os.system, ("exit 1",))
-
-    torch.save({"model": Harm()}, four / "model_2.pt")
-    with pytest.raises(SourceUnsafeError) as error:
-        read(four)
-    assert error.value.file == str(four / "model_2.pt")
-
-
 def test_numpy_numbers_as_keys_and_in_sets_are_the_same_on_every_rank(tmp_path: Path) -> None:
     day = np.datetime64("2026-01-02")
     extra = {
@@ -691,14 +497,6 @@ def test_keys_in_a_dcp_directory_are_the_texts_that_torch_makes_of_them(tmp_path
     assert found == {"w", *(set(flatten_state_dict(content)[0]) - {"model.w"})}
 
 
-def test_extras_in_another_order_are_the_same_on_every_rank(tmp_path: Path) -> None:
-    for rank, states in enumerate(({"seed": 1, "cuda": [2]}, {"cuda": [2], "seed": 1})):
-        torch.save(states, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
-        torch.save({"w": torch.ones(2, 3)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
-    found = opened(tmp_path)
-    assert (found.extra, found.rank_extra, found.problems) == ({"seed": 1, "cuda": [2]}, (), ())
-
-
 def test_what_a_rank_lacks_inside_a_list_is_absent_there(tmp_path: Path) -> None:
     for rank in range(2):
         states = [{"seed": 1, **({"cuda": 2} if rank == 0 else {})}, ({"n": 3, **({"m": 4} if rank == 0 else {})},)]
@@ -707,3 +505,155 @@ def test_what_a_rank_lacks_inside_a_list_is_absent_there(tmp_path: Path) -> None
     first, second = opened(tmp_path).rank_extra
     assert first == {"states": [{"seed": 1, "cuda": 2}, ({"n": 3, "m": 4},)]}
     assert second == {"states": [{"seed": 1}, ({"n": 3},)]}
+
+
+SHARDED_TENSORS = GOLDEN / "torch-2.1" / "f1_flat_sh_st"
+HYBRID = GOLDEN / "torch-2.4" / "f1_hyb_sh_dt"
+SWAPPED = "swapped rank files"
+NOT_THE_RANKS = "are not the ranks that saved these files"
+
+
+def under(name: str, *numbers: int, of: Sequence[int] = range(4)) -> Make:
+    """The model of four ranks of FSDP1 under other numbers."""
+
+    def make(directory: Path) -> None:
+        for rank, number in zip(of, numbers, strict=True):
+            shutil.copy(HYBRID / f"model_{rank}.pt", directory / name.format(number))
+
+    return make
+
+
+def four(*changes: Change) -> Make:
+    """The files of four FSDP2 ranks, changed."""
+
+    def make(directory: Path) -> None:
+        weights = {"a": numbered(9, 2), "b": numbered(4, 4)}
+        save_ranks(directory, 4, lambda _: {"model": shard(weights, 4), "epoch": 3, "buffer": numbered(3)})
+        for change in changes:
+            change(directory)
+
+    return make
+
+
+def on_ranks(world: int, state_of: Callable[[int], Any]) -> Make:
+    return lambda directory: save_ranks(directory, world, state_of)
+
+
+def as_dtensor(local: torch.Tensor, *placements: Any, **whole: Any) -> Callable[[int], Any]:
+    """The same local tensor on both ranks."""
+
+    def state_of(_rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        return {"a": {"w": DTensor.from_local(local, mesh, placements, run_check=False, **whole)}}
+
+    return state_of
+
+
+def at(coordinate: list[int]) -> Callable[[int], Any]:
+    """Rank 1 says that it is there."""
+
+    def state_of(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        weight = distribute_tensor(numbered(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        if rank == 1:
+            mesh._coordinate_on_dim = coordinate
+        return {"w": weight}
+
+    return state_of
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return (os.system, ("exit 1",))
+
+
+REFUSALS = (
+    # Ranks that are missing
+    incomplete("one of two", copied(SHARDED_TENSORS, lose("model_1.pt", "optim*")), "1 of 2 ranks is missing: 1\n"),
+    incomplete("a gap in the names", four(lose("model_[12].pt")), "\n  - model_1.pt\n  - model_2.pt\n"),
+    incomplete("the last two", four(lose("model_[23].pt")), "2 of 4 ranks are missing: 2, 3\n"),
+    incomplete("rank 0 by content", under("checkpoint_{}.pt", 1, 2, 3, of=(1, 2, 3)), "1 of 4 ranks is missing: 0\n"),
+    # Numbers of files that are not those of ranks: the content says which rank saved a file
+    *(
+        corrupt(f"swapped files of {name}", copied(GOLDEN / name, swap("model_0.pt", "model_1.pt"), lose("optim*")),
+                SWAPPED, "model_0.pt: expected rank 0, saved by rank 1\n  - DIR/model_1.pt: expected rank 1, saved by")
+        for name in ("torch-2.1/f1_flat_sh_st", "torch-2.4/f1_orig_sh_dt", "torch-2.4/f2_plain_t")
+    ),
+    *(
+        corrupt(f"ranks as {numbers}", under("ckpt_{}.pt", *numbers), NOT_THE_RANKS,
+                f"ckpt_{numbers[2]}.pt: saved by rank 2")
+        for numbers in ([0, 2, 1, 3], [7, 8, 9, 10], [0, 1, 2, 4])
+    ),
+    incomplete("epochs are never joined", under("epoch_{}.pt", 0, 1, 2, 3), "3 of 4 ranks are missing: 1, 2, 3"),
+    incomplete("steps of one rank", under("step_{}.pt", 100, 200, of=(1, 1)), "3 of 4 ranks are missing: 0, 2, 3"),
+    corrupt("one file twice", four(add_copy("model_0.pt", "model_2.pt")), SWAPPED, "model_2.pt: "),
+    corrupt("a file of a larger run", four(put("model_4.pt", {"model": {"a": numbered(3)}})),
+            "do not belong to a world of 4 ranks"),
+    # Contents
+    unsafe("one unsafe file", four(put("model_2.pt", {"model": Harm()})), "DIR/model_2.pt"),
+    *(
+        corrupt(f"a place outside of the mesh: {place}", on_ranks(2, at(place)), "coordinate outside its mesh")
+        for place in ([2], [-1], [0, 0])
+    ),
+    unsupported("partial sums", on_ranks(2, as_dtensor(numbered(2, 2), Partial())), "a.w is placed as Partial"),
+    corrupt("a local tensor of another shape", on_ranks(2, as_dtensor(numbered(3, 2), Shard(0), shape=(9, 2),
+            stride=(2, 1))), "a.w: the local tensor is not what"),
+)  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)
+
+
+def on_rank(rank: int, edit_state: Callable[[Any], object]) -> Change:
+    def change(directory: Path) -> None:
+        with as_rank(rank, 4):
+            edit(f"model_{rank}.pt", edit_state)(directory)
+
+    return change
+
+
+def sharded_over_four(tensor: torch.Tensor) -> Any:
+    return lambda state: state["model"].update(shard({"a": tensor}, 4))
+
+
+WEIGHT, ALL = "model.a.weight", "a DTensor of shape (9, 2) and type float32 in ranks 0, 2, 3"
+# What a rank has otherwise, and the problems with what is said of each: the kind, the key, whether it is fatal
+DISAGREEMENTS: dict[str, tuple[Change, list[tuple[str, str, bool]], list[str]]] = {
+    "a rank lacks keys": (
+        on_rank(2, lambda state: (state["model"].pop("a.weight"), state.pop("buffer"), state.pop("epoch"))),
+        [("missing-key", WEIGHT, True), ("missing-key", "buffer", False), ("missing-key", "epoch", False)],
+        ["rank 2"],
+    ),
+    "a rank has a key more": (
+        on_rank(3, lambda state: state.update(late=numbered(2))), [("missing-key", "late", False)], ["ranks 0, 1, 2"],
+    ),
+    "a plain tensor": (
+        on_rank(1, lambda state: state["model"].update({"a.weight": numbered(3, 2)})),
+        [("rank-mismatch", WEIGHT, True)],
+        ["a plain tensor of shape (3, 2) and type float32 in rank 1", ALL],
+    ),
+    "a number": (
+        on_rank(1, lambda state: state["model"].update({"a.weight": 7})), [("rank-mismatch", WEIGHT, True)],
+        ["a value of type int in rank 1", ALL],
+    ),
+    "another dtype": (
+        on_rank(1, sharded_over_four(numbered(9, 2).double())), [("rank-mismatch", WEIGHT, True)], ["float64"],
+    ),
+    "another shape": (
+        on_rank(1, sharded_over_four(numbered(10, 2))), [("rank-mismatch", WEIGHT, True)], ["(10, 2)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_what_one_rank_has_otherwise_is_reported(name: str, tmp_path: Path) -> None:
+    change, problems, texts = DISAGREEMENTS[name]
+    four(change)(tmp_path)
+    with Sources() as sources:
+        paths = {rank: str(tmp_path / f"model_{rank}.pt") for rank in range(4)}
+        tree = read_torch_ranks(paths, FileTable(), sources)
+    found = [*tree.missing.values(), *tree.problems]
+    assert sorted((problem.kind, problem.key, problem.fatal) for problem in found) == sorted(problems)
+    assert all(text in problem.message for problem in found for text in texts)
