@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -28,12 +29,15 @@ __all__ = [
 ]  # fmt: skip
 
 
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Refusal:
     """``name``: what is wrong, as a sentence. ``make``: makes such a checkpoint. ``error``: the class of the error.
 
     ``says``: texts of the message, word for word, with DIR for the directory that was made. ``omits``: what it does not
-    say. ``options``: of ``convert``.
+    say. ``about``: fields of the error, for programs. ``options``: of ``convert``.
     """
 
     error: type[errors.FsdpckptError]
@@ -41,6 +45,7 @@ class Refusal:
     make: Make
     says: tuple[str, ...]
     omits: tuple[str, ...]
+    about: Mapping[str, object]
     options: Mapping[str, Any]
 
     def require(self, tmp_path: Path) -> None:
@@ -56,12 +61,21 @@ class Refusal:
             assert text in said, said
         for text in self.omits:
             assert text not in said, said
-        assert [path.name for path in tmp_path.iterdir()] == ["made"], "nothing is written"
+        for field, value in self.about.items():
+            assert str(getattr(raised.value, field)).replace(str(directory), "DIR") == str(value), field
+        assert not target.exists(), "nothing is written"
 
 
 def _rows_of(error: type[errors.FsdpckptError]) -> Callable[..., Refusal]:
-    def row(name: str, make: Make, *says: str, omits: tuple[str, ...] = (), **options: Any) -> Refusal:
-        return Refusal(error, name, make, says, omits, options)
+    def row(
+        name: str,
+        make: Make,
+        *says: str,
+        omits: tuple[str, ...] = (),
+        about: Mapping[str, object] = _NOTHING,
+        **options: Any,
+    ) -> Refusal:
+        return Refusal(error, name, make, says, omits, about, options)
 
     return row
 

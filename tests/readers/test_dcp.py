@@ -27,23 +27,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdpckpt
-from fsdpckpt.errors import (
-    SourceCorruptError,
-    SourceIncompleteError,
-    SourceUnrecognisedError,
-    SourceUnsafeError,
-    SourceUnsupportedError,
-)
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.placements import OneSlice
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.text import plural
+from tests.makers import GOLDEN, Change, Make, cut, dcp_of, lose, move
 from tests.readers.contents import held, opened, raw, same_values
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice
-
-GOLDEN = Path(__file__).parent.parent / "golden"
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unrecognised, unsafe, unsupported
 
 
 def truth(form: str) -> Any:
@@ -357,15 +351,6 @@ def test_rank_local_metadata_is_put_together(tmp_path: Path) -> None:
     assert found.problems == () and found.world_size == 3
 
 
-def test_rank_local_metadata_that_is_missing_is_named(tmp_path: Path) -> None:
-    rank_local(tmp_path, 3)
-    for rank in (0, 2):
-        (tmp_path / f"__{rank}.metadata").unlink()
-    with pytest.raises(SourceIncompleteError) as error:
-        opened(tmp_path)
-    assert error.value.details == ("__0.metadata", "__2.metadata")
-
-
 RICH: dict[str, Any] = {
     "model": {"w": torch.randn(4, 3), "fp8": torch.randn(3).to(torch.float8_e4m3fn), "none": torch.empty(0, 3)},
     "optimizer": {
@@ -466,134 +451,12 @@ def test_equal_values_are_parsed_once_and_keep_their_own_checksums(tmp_path: Pat
         assert zlib.crc32(data) == crc
 
 
-# --- directories that are not whole -----------------------------------------------------------------------------------
-
-
-def test_all_missing_data_files_are_named_even_without_locating(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, partial(with_buffers, 4), 4)
-    for rank in (1, 3):
-        (tmp_path / f"__{rank}_0.distcp").unlink()
-    for locate in (Locate.ALL, Locate.NOTHING):
-        with pytest.raises(SourceIncompleteError) as error:
-            opened(tmp_path, locate=locate)
-        assert error.value.details == ("__1_0.distcp", "__3_0.distcp")
-
-
-def test_all_truncated_data_files_are_named(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, partial(with_buffers, 3), 3)
-    for rank in (0, 2):
-        path = tmp_path / f"__{rank}_0.distcp"
-        os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(SourceCorruptError, match="truncated") as error:
-        opened(tmp_path, locate=Locate.NOTHING)
-    assert [detail.partition(":")[0] for detail in error.value.details] == ["__0_0.distcp", "__2_0.distcp"]
-
-
-def test_a_data_file_of_nothing_but_a_value_is_missed_too(tmp_path: Path) -> None:
-    writer = FileSystemWriter(tmp_path, single_file_per_rank=False)
-    dcp.save({"model": {"w": torch.ones(3)}, "seen": (1, "a")}, storage_writer=writer, no_dist=True)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    (path,) = (tmp_path / info.relative_path for index, info in metadata.storage_data.items() if index.fqn == "seen")
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(SourceCorruptError, match="truncated") as truncated:
-        opened(tmp_path, locate=Locate.NOTHING)
-    path.unlink()
-    with pytest.raises(SourceIncompleteError) as missing:
-        opened(tmp_path, locate=Locate.NOTHING)
-    assert truncated.value.details[0].startswith(path.name) and missing.value.details == (path.name,)
-
-
-def test_an_entry_that_lies_elsewhere_than_its_name_says_is_not_converted(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    dcp.save({"model": {"w.weight": torch.randn(3)}, "optimizer": {"state": {"w.weight": {"sq": torch.rand(3)}}}},
-             checkpoint_id=source)  # fmt: skip
-    path = source / ".metadata"
-    name = b"optimizer.state.w.weight.sq"
-    assert name in path.read_bytes()
-    path.write_bytes(path.read_bytes().replace(name, name.replace(b"w.w", b"w.v")))
-    with pytest.raises(SourceCorruptError, match="contradicts itself") as error:
-        fsdpckpt.convert(source, tmp_path / "out.pt")
-    assert "optimizer.state.w.veight.sq" in error.value.details[0] and name.decode() in error.value.details[0]
-    assert not (tmp_path / "out.pt").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "path", "message"),
-    [
-        ("a.0", ("model", "w", "x"), "the nesting of a.0 runs through another entry"),
-        ("model.w", ("a",), "the nesting of (model.w|a.0) runs through another entry"),
-        ("a.0", ("model", "w"), "the nesting of (a.0|model.w) runs through another entry"),
-        ("a.1", ("a", 1 << 40), "list positions beyond 1099511627776"),
-        ("a.1", ("b", "c", 1 << 40), "list positions beyond 1099511627776"),
-    ],
-)
-def test_a_nesting_that_no_state_dict_has_is_refused(
-    tmp_path: Path, key: str, path: tuple[str | int, ...], message: str
-) -> None:
-    dcp.save({"model": {"w": torch.ones(3)}, "a": [torch.ones(2), torch.ones(4)]}, checkpoint_id=tmp_path, no_dist=True)
-    changed(tmp_path, lambda metadata: metadata.planner_data.update({key: path}))
-    with pytest.raises(SourceCorruptError, match=message):
-        opened(tmp_path)
-
-
-def test_data_without_metadata_is_a_save_that_did_not_finish(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, partial(with_buffers, 2), 2)
-    (tmp_path / ".metadata").rename(tmp_path / ".metadata.tmp")
-    with pytest.raises(SourceIncompleteError, match="did not finish"):
-        opened(tmp_path)
-
-
-def test_a_file_of_the_directory_is_answered_with_the_directory(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path / "c", partial(with_buffers, 2), 2)
-    for name in (".metadata", "__0_0.distcp"):
-        with pytest.raises(SourceUnrecognisedError) as error:
-            opened(tmp_path / "c" / name)
-        assert error.value.next_step is not None and str(tmp_path / "c") in error.value.next_step
-
-
-def test_an_item_that_is_no_archive_is_named(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, lambda _: {"model": {name: torch.randn(5, 3) for name in "uvw"}}, 1)
-    metadata = FileSystemReader(tmp_path).read_metadata()
-    place = next(info for index, info in metadata.storage_data.items() if index.fqn == "model.v")
-    with open(tmp_path / place.relative_path, "r+b") as file:
-        file.seek(place.offset)
-        file.write(random.Random(3).randbytes(place.length))
-    with pytest.raises(SourceCorruptError, match=r"the item of model\.v is not a torch archive") as error:
-        opened(tmp_path)
-    assert (error.value.key, error.value.file) == ("model.v", str(tmp_path / place.relative_path))
-
-
 def test_data_files_of_another_save_are_noted(tmp_path: Path) -> None:
     save_as_ranks(tmp_path, partial(with_buffers, 2), 2)
     shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "__5_0.distcp")
     found = opened(tmp_path)
     assert found.world_size == 2
     assert any("__5_0.distcp" in note.message for note in found.notes if note.kind == "stray")
-
-
-def test_data_files_that_another_save_overwrote_are_refused(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, lambda _: {"model": {"w": torch.randn(4, 3), "v": torch.randn(9, 9)}}, 1)
-    save_as_ranks(
-        tmp_path / "other", lambda _: {"model": {"w": torch.randn(4, 3).half(), "v": torch.arange(81.0).int()}}, 1
-    )
-    data = (tmp_path / "other" / "__0_0.distcp").read_bytes()
-    size = (tmp_path / "__0_0.distcp").stat().st_size
-    (tmp_path / "__0_0.distcp").write_bytes(data + bytes(max(0, size - len(data))))
-    shutil.rmtree(tmp_path / "other")
-    with pytest.raises(SourceCorruptError):
-        opened(tmp_path)
-
-
-def test_items_of_another_dtype_or_shape_than_the_metadata_declares_are_refused(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, lambda _: {"model": {"w": torch.randn(4, 3), "v": torch.randn(9, 9)}}, 1)
-    path = tmp_path / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    chunk = metadata.state_dict_metadata["model.v"]
-    metadata.state_dict_metadata["model.v"] = replace(chunk, properties=replace(chunk.properties, dtype=torch.int32))
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(SourceCorruptError) as error:
-        opened(tmp_path)
-    assert "holds float32 (9, 9), not int32 (9, 9)" in str(error.value)
 
 
 class Shout(StreamTransformExtension):
@@ -617,28 +480,9 @@ class Shout(StreamTransformExtension):
         return input
 
 
-def test_transformed_items_are_refused_naming_the_extension(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path, _extensions=[Shout()]), no_dist=True)
-    with pytest.raises(SourceUnsupportedError, match=r"stream\.shout/1"):
-        opened(tmp_path, locate=Locate.NOTHING)
-
-
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch ran",)
-
-
-def test_a_pickled_value_that_names_a_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dcp.save({"model": {"w": torch.ones(3)}, "x": Evil()}, checkpoint_id=tmp_path / "c", no_dist=True)
-    (tmp_path / "ran").unlink(missing_ok=True)
-    with pytest.raises(SourceUnsafeError) as error:
-        opened(tmp_path / "c")
-    assert error.value.details == ("posix.system",)
-    assert not (tmp_path / "ran").exists()
-
-
-# --- DCP's safetensors storage (trap 6) -------------------------------------------------------------------------------
 
 
 def as_safetensors(path: str) -> FileSystemWriter:
@@ -654,25 +498,6 @@ def test_the_safetensors_format_is_read_by_its_own_headers(tmp_path: Path) -> No
     found = opened(tmp_path)
     same_values(found, model=MODEL, optim=optim)
     assert found.problems == () and found.world_size == 3
-
-
-def test_chunks_that_the_safetensors_format_overwrote_are_named(tmp_path: Path) -> None:
-    """Two chunks of one name in one file, as when one process writes what two ranks held: the file keeps the last."""
-    save_as_ranks(tmp_path, lambda _: {"model": shard(WEIGHTS, 2)}, 2, writer=as_safetensors)
-
-    def one_file(metadata: Any) -> None:
-        for info in metadata.storage_data.values():
-            info.relative_path = "__1_0.distcp"
-
-    changed(tmp_path, one_file)
-    with pytest.raises(SourceIncompleteError) as error:
-        opened(tmp_path)
-    lost = {detail.partition(" at ")[0] for detail in error.value.details}
-    assert lost == {"model." + name for name in MODEL}
-    assert "model.a.weight at (0, 0): not in __1_0.distcp" in error.value.details
-
-
-# --- FSDP2 x tensor parallel with uneven rows (trap 15) ---------------------------------------------------------------
 
 
 def rows(*counts: int) -> dict[str, torch.Tensor]:
@@ -696,12 +521,13 @@ def test_uneven_rows_under_tensor_parallel_are_placed_where_they_belong(
     assert not wrong or f"for {plural(wrong, 'tensor')}" in notes[0]
 
 
-def test_rows_that_two_ranks_declared_as_one_chunk_are_lost_and_refused(tmp_path: Path) -> None:
-    weights = rows(17)
-    save_as_ranks(tmp_path, lambda _: {"model": shard_rows_twice(weights, 8, 2)}, 16)
-    with pytest.raises(SourceCorruptError) as error:
-        opened(tmp_path)
-    assert error.value.key == "model.r17.weight" and "never stored" in str(error.value)
+def test_rows_that_no_chunk_declares_are_a_problem(tmp_path: Path) -> None:
+    save_as_ranks(tmp_path, partial(with_buffers, 4), 4)
+    changed(tmp_path, lambda metadata: metadata.state_dict_metadata["model.a.weight"].chunks.pop(1))
+    found = opened(tmp_path)
+    assert [(problem.kind, problem.key, problem.fatal) for problem in found.problems] == [
+        ("incomplete", "a.weight", True)
+    ]
 
 
 def changed(directory: Path, change: Callable[[Any], None]) -> None:
@@ -711,33 +537,159 @@ def changed(directory: Path, change: Callable[[Any], None]) -> None:
     path.write_bytes(pickle.dumps(metadata, protocol=4))
 
 
-def test_sizes_that_no_mesh_explains_are_refused_naming_every_tensor(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, lambda _: {"model": shard({"a": torch.randn(8, 3), "b": torch.randn(8, 2)}, 2)}, 2)
-
-    def shift(metadata: Any) -> None:
-        for key in ("model.a.weight", "model.b.weight"):
-            first, second = metadata.state_dict_metadata[key].chunks
-            width = first.sizes[1]
-            index = next(i for i in metadata.storage_data if i.fqn == key and i.offset == second.offsets)
-            info = metadata.storage_data.pop(index)
-            object.__setattr__(index, "offset", torch.Size((3, 0)))
-            metadata.storage_data[index] = info
-            first.sizes, second.offsets, second.sizes = (
-                torch.Size((3, width)),
-                torch.Size((3, 0)),
-                torch.Size((5, width)),
-            )
-
-    changed(tmp_path, shift)
-    with pytest.raises(SourceCorruptError) as error:
-        opened(tmp_path)
-    assert [detail.partition(":")[0] for detail in error.value.details] == ["model.a.weight", "model.b.weight"]
+def metadata(change: Callable[[Any], object]) -> Change:
+    """What ``.metadata`` says is another."""
+    return lambda directory: changed(directory, change)  # type: ignore[arg-type]
 
 
-def test_rows_that_no_chunk_declares_are_a_problem(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path, partial(with_buffers, 4), 4)
-    changed(tmp_path, lambda metadata: metadata.state_dict_metadata["model.a.weight"].chunks.pop(1))
-    found = opened(tmp_path)
-    assert [(problem.kind, problem.key, problem.fatal) for problem in found.problems] == [
-        ("incomplete", "a.weight", True)
-    ]
+def played(world_size: int, *changes: Change, given: str = "", state: Any = None, **how: Any) -> Make:
+    """What ranks save, changed: ``with_buffers`` if no other ``state`` is given."""
+
+    def make(directory: Path) -> Path:
+        save_as_ranks(directory, state or partial(with_buffers, world_size), world_size, **how)
+        for change in changes:
+            change(directory)
+        return directory / given
+
+    return make
+
+
+def ranks_alone(*changes: Change) -> Make:
+    """Every rank has metadata of its own."""
+
+    def make(directory: Path) -> None:
+        rank_local(directory, 3)
+        for change in changes:
+            change(directory)
+
+    return make
+
+
+def no_archive(directory: Path) -> None:
+    """The bytes of one item are others."""
+    place = next(info for index, info in storage_of(directory) if index.fqn == "model.v")
+    with open(directory / place.relative_path, "r+b") as file:
+        file.seek(place.offset)
+        file.write(random.Random(3).randbytes(place.length))
+
+
+def storage_of(directory: Path) -> list[tuple[Any, Any]]:
+    return list(FileSystemReader(directory).read_metadata().storage_data.items())
+
+
+def file_of_a_value(change: Callable[[str], Change]) -> Make:
+    """Each item has a file of its own, and that of a value is changed."""
+
+    def make(directory: Path) -> None:
+        writer = FileSystemWriter(directory, single_file_per_rank=False)
+        dcp.save({"model": {"w": torch.ones(3)}, "seen": (1, "a")}, storage_writer=writer, no_dist=True)
+        (name,) = (info.relative_path for index, info in storage_of(directory) if index.fqn == "seen")
+        change(name)(directory)
+
+    return make
+
+
+def another_name(directory: Path) -> None:
+    """An entry lies elsewhere in the tree than its name says."""
+    path = directory / ".metadata"
+    assert STORED_NAME in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(STORED_NAME, STORED_NAME.replace(b"w.w", b"w.v")))
+
+
+def overwritten(directory: Path) -> None:
+    """The data file is that of another save."""
+    other = lambda _: {"model": {"w": torch.randn(4, 3).half(), "v": torch.arange(81.0).int()}}  # noqa: E731
+    save_as_ranks(directory / "other", other, 1)
+    data = (directory / "other" / DATA_0).read_bytes()
+    size = (directory / DATA_0).stat().st_size
+    (directory / DATA_0).write_bytes(data + bytes(max(0, size - len(data))))
+    shutil.rmtree(directory / "other")
+
+
+def other_dtype(found: Any) -> None:
+    chunk = found.state_dict_metadata["model.v"]
+    found.state_dict_metadata["model.v"] = replace(chunk, properties=replace(chunk.properties, dtype=torch.int32))
+
+
+def in_one_file(found: Any) -> None:
+    """As when one process writes what two ranks held: the file keeps the last of the chunks of one name."""
+    for info in found.storage_data.values():
+        info.relative_path = "__1_0.distcp"
+
+
+def shifted(found: Any) -> None:
+    """Sizes that no mesh explains."""
+    for key in ("model.a.weight", "model.b.weight"):
+        first, second = found.state_dict_metadata[key].chunks
+        width = first.sizes[1]
+        index = next(i for i in found.storage_data if i.fqn == key and i.offset == second.offsets)
+        info = found.storage_data.pop(index)
+        object.__setattr__(index, "offset", torch.Size((3, 0)))
+        found.storage_data[index] = info
+        first.sizes, second.offsets, second.sizes = map(torch.Size, ((3, width), (3, 0), (5, width)))
+
+
+def transformed(directory: Path) -> None:
+    writer = FileSystemWriter(directory, _extensions=[Shout()])
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+
+
+STORED_NAME, DATA_0 = b"optimizer.state.w.weight.sq", "__0_0.distcp"
+W_AND_V = lambda _: {"model": {"w": torch.randn(4, 3), "v": torch.randn(9, 9)}}  # noqa: E731
+A_AND_B = lambda _: {"model": shard({"a": torch.randn(8, 3), "b": torch.randn(8, 2)}, 2)}  # noqa: E731
+OVER_TP = lambda _: {"model": shard_rows_twice(rows(17), 8, 2)}  # noqa: E731
+NAMED_STATE = {"model": {"w.weight": torch.randn(3)}, "optimizer": {"state": {"w.weight": {"sq": torch.rand(3)}}}}
+LISTED = {"model": {"w": torch.ones(3)}, "a": [torch.ones(2), torch.ones(4)]}
+THROUGH = "the nesting of {} runs through another entry"
+REFUSALS = (
+    incomplete("data files are missing", played(4, lose("__[13]_0.distcp")), "\n  - __1_0.distcp\n  - __3_0.distcp\n"),
+    corrupt("data files are truncated", played(3, cut(DATA_0, "__2_0.distcp")), "truncated", "\n  - __0_0.distcp: ",
+            "\n  - __2_0.distcp: "),
+    incomplete("a data file of a value is missing", file_of_a_value(lose), "\n  - __0_"),
+    corrupt("a data file of a value is truncated", file_of_a_value(cut), "truncated", "\n  - __0_"),
+    incomplete("metadata of ranks is missing", ranks_alone(lose("__[02].*")), "\n  - __0.metadata\n  - __2.metadata\n"),
+    incomplete("data without metadata", played(2, move(".metadata", ".metadata.tmp")), "did not finish"),
+    unrecognised("the metadata alone", played(2, given=".metadata"), "next: ", "DIR"),
+    unrecognised("one data file", played(2, given=DATA_0), "next: ", "DIR"),
+    corrupt("a name elsewhere in the tree", dcp_of(NAMED_STATE, another_name), "contradicts itself",
+            "optimizer.state.w.veight.sq", STORED_NAME.decode()),
+    *(
+        corrupt(f"{key} at {path}", dcp_of(LISTED, metadata(lambda found, key=key, path=path: found.planner_data.update(
+                {key: path}))), says)
+        for key, path, says in (
+            ("a.0", ("model", "w", "x"), THROUGH.format("a.0")),
+            ("model.w", ("a",), "runs through another entry"),
+            ("a.0", ("model", "w"), "runs through another entry"),
+            ("a.1", ("a", 1 << 40), "list positions beyond 1099511627776"),
+            ("a.1", ("b", "c", 1 << 40), "list positions beyond 1099511627776"),
+        )
+    ),
+    corrupt("an item that is no archive", played(1, no_archive, state=W_AND_V), "the item of model.v is not a torch",
+            about={"key": "model.v", "file": f"DIR/{DATA_0}"}),
+    corrupt("data files of another save", played(1, overwritten, state=W_AND_V)),
+    corrupt("another dtype", played(1, metadata(other_dtype), state=W_AND_V), "holds float32 (9, 9), not int32 (9, 9)"),
+    unsupported("transformed items", transformed, "stream.shout/1"),
+    unsafe("a pickled value that names a program", dcp_of({"model": {"w": torch.ones(3)}, "x": Evil()}),
+           "\n  - posix.system\n"),
+    incomplete("chunks that the safetensors format overwrote", played(2, metadata(in_one_file), writer=as_safetensors,
+               state=lambda _: {"model": shard(WEIGHTS, 2)}), "model.a.weight at (0, 0): not in __1_0.distcp",
+               *(f"\n  - model.{name} at " for name in MODEL)),
+    corrupt("rows that two ranks declared as one", played(16, state=OVER_TP), "model.r17.weight", "never stored"),
+    corrupt("sizes that no mesh explains", played(2, metadata(shifted), state=A_AND_B), "\n  - model.a.weight: ",
+            "\n  - model.b.weight: "),
+)  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_it_is_refused_and_nothing_runs(refusal: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    refusal.require(tmp_path)
+    assert not list((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("make", [played(4, lose("__1_0.distcp")), file_of_a_value(cut), file_of_a_value(lose)])
+def test_files_that_are_missing_or_cut_are_seen_without_opening_any(make: Make, tmp_path: Path) -> None:
+    make(tmp_path)
+    with pytest.raises((SourceIncompleteError, SourceCorruptError)):
+        opened(tmp_path, locate=Locate.NOTHING)

@@ -570,7 +570,7 @@ class Harm:
 REFUSALS = (
     # Ranks that are missing
     incomplete("one of two", copied(SHARDED_TENSORS, lose("model_1.pt", "optim*")), "1 of 2 ranks is missing: 1\n"),
-    incomplete("a gap in the names", four(lose("model_[12].pt")), "\n  - model_1.pt\n  - model_2.pt\n"),
+    incomplete("a gap in the names", four(lose("model_[12].pt")), "2 of 4 ranks are missing: 1, 2\n"),
     incomplete("the last two", four(lose("model_[23].pt")), "2 of 4 ranks are missing: 2, 3\n"),
     incomplete("rank 0 by content", under("checkpoint_{}.pt", 1, 2, 3, of=(1, 2, 3)), "1 of 4 ranks is missing: 0\n"),
     # Numbers of files that are not those of ranks: the content says which rank saved a file
