@@ -31,6 +31,7 @@ from fsdpckpt.ir.files import Stored, pack_files, stored_by_number, unpack_files
 from fsdpckpt.ir.row_names import normalise
 from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
+from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.plan.transfer import SeenBy
@@ -72,7 +73,8 @@ class OutputCheck:
     ``files``: the source's files; ``seen_by``: which rank sees which of them. ``holders``: for each target file the
     ranks that see it. ``crcs``: the CRC-32 of each file as it was written. ``path``: where rank 0 finds the output, a
     directory or one file. ``require_unchanged`` raises SourceError if a source file changed after it was copied:
-    differing bytes are then not the output's fault. ``open_output``: what rank 0 opens the output with.
+    differing bytes are then not the output's fault. ``open_output``: what rank 0 opens the output with. ``lost``: as in
+    ``Target``.
     """
 
     group: Group
@@ -87,6 +89,7 @@ class OutputCheck:
     path: str
     require_unchanged: Callable[[], None]
     open_output: Callable[[], Sources]
+    lost: tuple[LostDict, ...] = ()
 
     def run(self) -> dict[str, str]:
         """Check that every tensor is in the output with its shape and dtype, and that its bytes are in the file.
@@ -178,7 +181,7 @@ class OutputCheck:
                 self._serve()
                 return [], []
             with self.group.heartbeat(), self.open_output() as opener, gc_paused(), self._blamed():
-                return _match(self.transformed, self.path, self.options, opener)
+                return _match(self.transformed, self.path, self.options, opener, self.lost)
 
     def _serve(self) -> None:
         here = self.places.seen_from(self.group.rank)
@@ -243,14 +246,14 @@ class OutputCheck:
 
 
 def _match(
-    transformed: TransformedCheckpoint, path: str, options: ConvertOptions, opener: Sources
+    transformed: TransformedCheckpoint, path: str, options: ConvertOptions, opener: Sources, lost: tuple[LostDict, ...]
 ) -> tuple[list[Pair], Sequence[SourceFile]]:
     """With ``--verify full``, pair every tensor of ``transformed`` with the one written for it; also return the files
     of the output. ``opener`` opens the output. Raises InternalError if the tensors are not the same.
     """
     expected, units, dtypes = transformed.checkpoint, transformed.units, dtype_rule(options)
     compares = options.verify is VerifyLevel.FULL
-    written = _reopen(path, opener, units, locate=Locate.ALL if compares else Locate.NOTHING)
+    written = _reopen(path, opener, units, lost, locate=Locate.ALL if compares else Locate.NOTHING)
     wrong = [problem.message for problem in written.problems if problem.fatal or not problem.loads]
     written = _by_name(written, transformed, path)
     every = [each for each in (units, *(named.units for named in expected.named)) if each is not None]
@@ -322,10 +325,12 @@ def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
     )
 
 
-def _reopen(path: str, sources: Sources, units: Units | None, *, locate: Locate) -> Checkpoint:
+def _reopen(
+    path: str, sources: Sources, units: Units | None, lost: tuple[LostDict, ...], *, locate: Locate
+) -> Checkpoint:
     try:
         # A configuration that was copied describes all of the model, of which options may have selected a part.
-        return open_checkpoint(path, sources=sources, locate=locate, units=units, compare_config=False)
+        return open_checkpoint(path, sources=sources, locate=locate, units=units, lost=lost, compare_config=False)
     except FsdpckptError as error:  # our own output: an error in it is not the fault of the user's source
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
 

@@ -13,6 +13,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, Form, SectionPath
 from fsdpckpt.readers.side_files import notes_on_copies
@@ -168,12 +169,14 @@ def _lay_out_form(
     """Lay out every file of ``form``: the sections, the producer's small files, and the side files unchanged."""
     files: list[TargetFile] = []
     links: list[LinkedFile] = []
+    lost: list[LostDict] = []
     notes: list[Note] = []
     checkpoint = transformed.checkpoint
     for document in _documents(checkpoint, form):
         target = _lay_out_document(document, transformed, spec, linkable)
         files += target.files
         links += target.links
+        lost += target.lost if not document.path else ()
         notes += [note for note in target.notes if note not in notes]
     for name, text in form.small_files:
         file = TargetFile(name)
@@ -186,7 +189,7 @@ def _lay_out_form(
         file.add_write_item(side_files[name])
         files.append(file)
     notes += notes_on_copies(copied, side_files, checkpoint)
-    return Target(sorted(files, key=_is_metadata), notes, links)
+    return Target(sorted(files, key=_is_metadata), notes, links, tuple(lost))
 
 
 def _is_metadata(file: TargetFile) -> bool:

@@ -349,6 +349,7 @@ class _Conversion:
             path=self.publisher.final_path,
             require_unchanged=self._require_unchanged,
             open_output=self.publisher.output_sources,
+            lost=self._prepared.output.lost if self._prepared is not None else (),
         )
         digests = check.run()
         if self.options.verify is VerifyLevel.FULL:

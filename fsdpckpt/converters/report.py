@@ -206,6 +206,7 @@ def encode_manifest(
         "maps": [applied.to_json() for applied in transformed.applied_maps],
         "units": encode(transformed.units) if transformed.units is not None else None,
         **_section_units(checkpoint),
+        **({"lost_dicts": [each.to_json() for each in target.lost]} if target.lost else {}),
         "notes": [
             {
                 "kind": note.kind,

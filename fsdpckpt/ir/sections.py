@@ -33,7 +33,7 @@ def section_names(paths: Sequence[tuple[Key, ...]]) -> list[str]:
     whole = [".".join(map(str, path)) for path in paths]
     short = [".".join(str(key) for key in path if key not in _KINDS) for path in paths]
     return [
-        text if name.replace(".", "").isdigit() or not name or short.count(name) > 1 else name
+        (text or "''") if name.replace(".", "").isdigit() or not name or short.count(name) > 1 else name
         for name, text in zip(short, whole, strict=True)
     ]
 

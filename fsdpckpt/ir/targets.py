@@ -18,6 +18,7 @@ from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.text_keys import LostDict
 
 
 class WrittenTensor(NamedTuple):
@@ -247,9 +248,10 @@ class LinkedFile:
 class Target:
     """All files of one output, in the order they become visible (a DCP ``.metadata`` last); ``links`` come first.
 
-    ``notes``: what the layout dropped, renamed or cast.
+    ``notes``: what the layout dropped, renamed or cast. ``lost``: the dicts that are others in a DCP directory.
     """
 
     files: list[TargetFile]
     notes: list[Note] = field(default_factory=list)
     links: list[LinkedFile] = field(default_factory=list)
+    lost: tuple[LostDict, ...] = ()

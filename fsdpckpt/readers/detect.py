@@ -33,6 +33,7 @@ from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.origin import LeftOut
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.ir.units import Units
 from fsdpckpt.process import gc_paused
 from fsdpckpt.readers.account import METADATA, AccountBook
@@ -71,13 +72,15 @@ def open_checkpoint(
     locate: Locate = Locate.ALL,
     only: Section | None = None,
     units: Units | None = None,
+    lost: tuple[LostDict, ...] = (),
     ignore_file: tuple[str, ...] = (),
     prefer_dcp_over_exports: bool = False,
     compare_config: bool = True,
 ) -> Checkpoint:
     """Read everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
 
-    ``units``: the order of each rank's optimizer, used if no units are found beside the checkpoint. ``ignore_file``:
+    ``units``: the order of each rank's optimizer, used if no units are found beside the checkpoint. ``lost``: the dicts
+    that are others in a DCP directory, if the manifest beside it does not say. ``ignore_file``:
     globs of files and directories to leave out; the caller then calls ``require_matches``. For ``locate``, ``only`` and
     ``prefer_dcp_over_exports`` see ``ReadOptions``. ``compare_config``: whether a ``config.json`` beside the weights
     must describe them.
@@ -99,6 +102,7 @@ def open_checkpoint(
         rest = RemainingSources(sources, source, ignore_file, unread)
         _Opening(source, rest, ReadOptions(Locate.NOTHING, only), units, compare_config=compare_config).directory()
 
+    opening.files.lost = lost
     with gc_paused():
         try:
             checkpoint = opening.directory() if entry.directory else opening.file(entry)
@@ -191,6 +195,7 @@ class _Opening:
         elif units is not None and units.units is not None:
             self.files.units = units.units
         self.files.without_slices = manifest.without_slices
+        self.files.lost = manifest.lost or self.files.lost
         read = self._read_parts(found)
         if self.options.prefer_dcp_over_exports:
             read = without_exports(read)  # the account says that nothing in the checkpoint names their files

@@ -15,9 +15,11 @@ import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceError
+from fsdpckpt.formats.pickle.allowlist import decode_allowed
 from fsdpckpt.ir.checkpoint import (
     Checkpoint,
     Evidence,
@@ -33,6 +35,7 @@ from fsdpckpt.ir.files import paths_in, stored_by_number
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.spans import stored_bytes
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.ir.units import Units
 from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.protocol import MANIFEST
@@ -151,7 +154,8 @@ class ReadManifest:
     """What ``fsdpckpt.json`` says. ``manifest``: None if it is missing, or damaged, which is then in ``problems``.
 
     ``document``: its JSON. ``units``: those of the checkpoint, None if it records none. ``without_slices``: the paths
-    of the listed files, unless they were written as slices of flat parameters.
+    of the listed files, unless they were written as slices of flat parameters. ``lost``: the dicts that are others in
+    the DCP directory.
     """
 
     manifest: Manifest | None = None
@@ -159,6 +163,7 @@ class ReadManifest:
     document: Mapping[str, object] = field(default_factory=dict)
     units: FoundUnits | None = None
     without_slices: frozenset[str] = frozenset()
+    lost: tuple[LostDict, ...] = ()
 
 
 def read_manifest(directory: str, names: Collection[str], sources: Sources) -> ReadManifest:
@@ -185,7 +190,17 @@ def read_manifest(directory: str, names: Collection[str], sources: Sources) -> R
     manifest = Manifest(path, directory.rstrip("/"), _files(document.get("files")), digests)
     paths = map(manifest.path_of, manifest.files)
     without_slices = frozenset(paths) if document.get("layout") in _WHOLE else frozenset()
-    return ReadManifest(manifest, (), document, _units(document.get("units"), path), without_slices)
+    lost = _lost_dicts(document.get("lost_dicts"), path)
+    return ReadManifest(manifest, (), document, _units(document.get("units"), path), without_slices, lost)
+
+
+def _lost_dicts(recorded: object, path: str) -> tuple[LostDict, ...]:
+    """The dicts that are others in the DCP directory; none from a record that this program does not write."""
+    decode = partial(decode_allowed, file=path)
+    try:
+        return tuple(LostDict.from_json(each, decode) for each in recorded) if isinstance(recorded, list) else ()
+    except (KeyError, TypeError, ValueError, SourceError):
+        return ()
 
 
 def _units(recorded: object, path: str) -> FoundUnits | None:

@@ -25,6 +25,7 @@ from fsdpckpt.ir.files import Inline, Stored, paths_in
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.placements import Shard, Sharded, Whole
 from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
+from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.storage import Entry
@@ -159,12 +160,13 @@ class FileTable:
     """Numbers the files of one checkpoint; ``Chunks.file`` holds these numbers.
 
     ``units``: those of the checkpoint, if they are known before its files are read. ``without_slices``: the files that
-    this program wrote, if not as slices of flat parameters.
+    this program wrote, if not as slices of flat parameters. ``lost``: the dicts that are others in its DCP directory.
     """
 
     def __init__(self, units: Units | None = None) -> None:
         self.units = units
         self.without_slices: Collection[str] = ()
+        self.lost: Sequence[LostDict] = ()
         self._ids: dict[str, int] = {}
         self._files: list[SourceFile] = []
 

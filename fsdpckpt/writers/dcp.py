@@ -44,7 +44,7 @@ from fsdpckpt.layouts import (
     source_chunks,
 )
 from fsdpckpt.writers.protocol import WriteSpec
-from fsdpckpt.writers.state_dicts import Leaf, flatten
+from fsdpckpt.writers.state_dicts import Leaf, flatten, lost_dicts
 from fsdpckpt.writers.torch_full import lay_out_file
 
 _STEM = "archive"  # the folder torch.save uses for a file object
@@ -78,7 +78,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     for file in files:
         file.path = spec.path + file.path
     linked = [LinkedFile(spec.path + name, number, int(links.used[number])) for number, name in links.names.items()]
-    return Target(files, notes, linked)
+    lost = lost_dicts(checkpoint, spec.section_paths, flattened_keys=spec.flattened_keys)
+    return Target(files, notes, linked, lost)
 
 
 def _held_chunks(value: Value | Blockwise, spec: WriteSpec) -> DistinctChunks | None:

@@ -19,6 +19,7 @@ from fsdpckpt.ir.optimizer import PARAMS, Optimizer, OwnValue
 from fsdpckpt.ir.quantized import Blockwise, joined_states
 from fsdpckpt.ir.sections import in_extras, optimizer_dict, state_dict_of
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.text_keys import LostDict, lost_in
 from fsdpckpt.ir.values import Key, Value, equal
 from fsdpckpt.producers import PLAIN_PATHS, PathKey, SectionPath
 from fsdpckpt.text import plural, reused_ranks, some_of
@@ -126,7 +127,7 @@ class _Walk:
             self.notes.append(Note("dropped", message, prefix))
         for key, item in joined_states(value):
             part = key if type(key) is str else self.renamed(prefix, key, value)
-            inner = f"{prefix}.{part}" if prefix else part
+            inner = f"{prefix}.{part}" if path else part
             if type(item) is Tensor or isinstance(item, Blockwise):
                 self.leaves.append(Leaf(inner, (*path, part), item))
             else:
@@ -155,6 +156,26 @@ def _notes_on_texts(texts: Mapping[str, Sequence[Key]]) -> Iterator[Note]:
         message = f"{plural(len(keys), 'key')} that are not text become text: {some_of(where, 3)}"
         dotted = [".".join(filter(None, (prefix, str(key)))) for prefix, key in keys]
         yield Note("renamed", message, keys=tuple(dotted))
+
+
+def _notes_on_unset(leaves: Sequence[Leaf], texts: Mapping[str, Sequence[Key]]) -> Iterator[Note]:
+    """A warning for values below keys that become text. Loading sets tensors in place, and everything else under the
+    texts (``torch.distributed.checkpoint._traverse.set_element``): the job's own keys keep what they have.
+    """
+    changed = {f"{prefix}.{key!s}" if prefix else str(key) for prefix, keys in texts.items() for key in keys}
+    unset = [
+        leaf.key
+        for leaf in (leaves if changed else ())
+        if leaf.tensor is None
+        and not isinstance(leaf.value, Blockwise)
+        and any(_dotted(leaf.path[:depth]) in changed for depth in range(1, len(leaf.path) + 1))
+    ]
+    if unset:
+        message = (
+            f"dcp.load does not set {plural(len(unset), 'value')} below keys that are not text in the job's own state "
+            f"dict (tensors it does): {some_of(unset, 3)}"
+        )
+        yield Note("resumption", message, keys=tuple(unset), warning=True)
 
 
 def _dotted(path: Path) -> str:
@@ -204,7 +225,23 @@ def flatten(
     if extra:
         walk.mapping((), "", extra)
     _refuse_duplicates(leaves, double)
-    return leaves, [*notes, *_notes_on_texts(texts), *dropped]
+    return leaves, [*notes, *_notes_on_texts(texts), *_notes_on_unset(leaves, texts), *dropped]
+
+
+def lost_dicts(
+    checkpoint: Checkpoint, section_paths: Mapping[Section, SectionPath] = PLAIN_PATHS, *, flattened_keys: bool = False
+) -> tuple[LostDict, ...]:
+    """The dicts of what ``flatten`` makes leaves of that are others when the leaves are nested again. The ids of the
+    main optimizer are not among them: readers know them by its groups.
+    """
+    lost: list[LostDict] = []
+    if checkpoint.model is not None:
+        lost += lost_in(dict(checkpoint.model.params.items()), section_paths[Section.MODEL].keys)
+    if checkpoint.optim is not None and not flattened_keys:
+        path = section_paths[Section.OPTIM].keys
+        lost += (each for each in lost_in(optimizer_dict(checkpoint.optim), path) if each.path != (*path, "state"))
+    extra, _ = extras_of_one(checkpoint)
+    return (*lost, *lost_in(extra))
 
 
 def _notes_on_metadata(model: ModelState, name: str) -> list[Note]:

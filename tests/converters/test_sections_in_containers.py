@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fsdpckpt
@@ -106,3 +107,53 @@ def test_a_section_that_is_left_out_moves_no_other(tmp_path: Path) -> None:
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "full.pt", to="full", exclude=["items.0.*"])
     items = torch.load(tmp_path / "full.pt", weights_only=True)["items"]
     assert difference(({}, job(1), job(2)), items) == ""
+
+
+def as_dcp_keeps(tree: Any) -> Any:
+    """``tree`` as it comes back through a DCP directory, which has no ``_metadata``: models are plain dicts."""
+    if isinstance(tree, dict):
+        entries = {key: as_dcp_keeps(item) for key, item in tree.items()}
+        return OrderedDict(entries) if isinstance(tree, OrderedDict) and not vars(tree) else entries
+    return [as_dcp_keeps(item) for item in tree] if isinstance(tree, list) else tree
+
+
+@pytest.mark.parametrize("name", TREES.keys() - {"numbers and texts of them"})
+def test_containers_come_back_from_a_dcp_directory(name: str, tmp_path: Path) -> None:
+    tree = TREES[name]()
+    torch.save(tree, tmp_path / "source.pt")
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
+    assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / "dcp").same
+    fsdpckpt.convert(tmp_path / "dcp", tmp_path / "full.pt", to="full")
+    assert difference(as_dcp_keeps(tree), torch.load(tmp_path / "full.pt", weights_only=False)) == ""
+
+
+def test_pytorch_loads_the_tensors_below_keys_that_are_numbers_and_a_warning_names_the_values(tmp_path: Path) -> None:
+    source = {"stages": {0: job(0), 1: job(1)}}
+    torch.save(source, tmp_path / "source.pt")
+    with pytest.warns(fsdpckpt.FsdpckptWarning, match=r"dcp.load does not set 24 values .*stages\.0\.optimizer"):
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
+    loaded = {"stages": {0: job(5), 1: job(6)}}
+    for stage in loaded["stages"].values():
+        stage["optimizer"]["param_groups"][0]["lr"] = 7.0
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for number in (0, 1):
+        found, expected = loaded["stages"][number], source["stages"][number]
+        assert difference(expected["model"], found["model"]) == ""
+        assert difference(expected["optimizer"]["state"], found["optimizer"]["state"]) == ""
+        assert found["optimizer"]["param_groups"][0]["lr"] == 7.0  # what the warning says
+
+
+def test_two_keys_that_would_be_the_same_text_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    torch.save(TREES["numbers and texts of them"](), tmp_path / "source.pt")
+    with pytest.raises(fsdpckpt.SourceUnsupportedError, match="same key in a DCP directory"):
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+def test_an_empty_key_is_one_as_in_pytorch(tmp_path: Path) -> None:
+    source = {"": {"a": trained(0)[0], "n": 1}, "b": {"": trained(1)[0]}}
+    torch.save(source, tmp_path / "source.pt")
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
+    loaded = {"": {"a": trained(5)[0], "n": 0}, "b": {"": trained(6)[0]}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert difference(source, loaded) == ""

@@ -33,7 +33,7 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [found for key, item in pairs for found in paths_of(item, (*path, key))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TREES, st.randoms())
 def test_what_is_taken_out_is_put_back_where_it_was(tree: dict[Any, Any], random: Any) -> None:
     paths = paths_of(tree)

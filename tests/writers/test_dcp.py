@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out
 from tests.materialise import materialise
@@ -287,7 +288,12 @@ def test_values_nest_as_dcp_nests_them_and_what_vanishes_is_noted(tmp_path):
     }
     joined, truth = as_torch(directory, tmp_path), as_torch(str(tmp_path / "real"), tmp_path)
     assert repr(dict(sorted(joined.items()))) == repr(dict(sorted(truth.items())))
-    assert [(note.kind, note.key) for note in target.notes] == [("dropped", "gone"), ("renamed", "5")]
+    assert [(note.kind, note.key) for note in target.notes if not note.warning] == [
+        ("dropped", "gone"),
+        ("renamed", "5"),
+    ]
+    assert [note.keys for note in target.notes if note.warning] == [("5",)]
+    assert target.lost == (LostDict((), (5,), ordered=False),)
 
 
 def test_keys_that_become_equal_are_refused_by_name():

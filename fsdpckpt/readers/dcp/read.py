@@ -22,6 +22,7 @@ from fsdpckpt.formats.dcp import DcpMetadata, PathElement
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Problem, ProblemKind, Section
 from fsdpckpt.ir.placements import OneSlice
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_strides
+from fsdpckpt.ir.text_keys import restored
 from fsdpckpt.ir.values import UNREAD, Key, Value
 from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
 from fsdpckpt.readers.dcp.blockwise import read_blockwise
@@ -76,7 +77,8 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     tree.problems.extend(_misnamed_problems(directory.metadata.order, directory.metadata.paths))
     tree.problems.extend(shared_bytes(directory.metadata))
     leaves = {**values, **tensors, **blocks}
-    tree.root = _nest(((key, leaves[key]) for key in metadata.order), metadata.paths, file=path, notes=tree.notes)
+    nested = _nest(((key, leaves[key]) for key in metadata.order), metadata.paths, file=path, notes=tree.notes)
+    tree.root = restored(nested, files.lost)
     return tree
 
 
