@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -246,9 +246,14 @@ def begin_parts(filesystem: Any, path: str, url: str) -> PartsUpload:
     return _KINDS[package_of(filesystem)](filesystem, path, url)
 
 
-def abort_leftovers(filesystem: Any, path: str, url: str, *, below: bool) -> None:
-    """Remove the invisible parts that killed uploads to ``path`` left, and to objects ``below`` it."""
+def abort_leftovers(filesystem: Any, path: str, url: str, names: Collection[str] | None = None) -> None:
+    """Remove the invisible parts that killed uploads to ``path`` left, and with ``names`` to objects below it.
+
+    Nobody else writes below a DST, so all of these are left. In a whole bucket others may be sending at this moment:
+    there only those of ``names``, the objects that are about to be sent, are removed.
+    """
     bucket, key = filesystem.split_path(path)[:2]
     for name, abort in _KINDS[package_of(filesystem)].leftovers(filesystem, bucket, key, url):
-        if name == key or (below and name.startswith(f"{key}/")):
+        below = names is not None and (name.startswith(f"{key}/") if key else name in names)
+        if below or name == key:
             abort()

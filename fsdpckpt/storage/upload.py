@@ -113,7 +113,8 @@ class RemoteTarget:
         try:
             return self.announced()[0] == upload
         except TargetUnwritableError as error:
-            if error.__cause__ is not None and is_missing(error.__cause__):
+            cause = error.__context__  # also of an error whose cause must not be shown
+            if cause is not None and is_missing(cause):
                 return False
             raise
 
@@ -303,14 +304,18 @@ class RemoteTarget:
         """Undo ``begin``: nothing is uploaded here."""
         self.delete(UPLOADING)
 
-    def abort_leftovers(self) -> None:
-        """Remove the invisible parts that killed uploads of finished files to here left behind."""
+    def abort_leftovers(self, names: Collection[str]) -> None:
+        """Remove the invisible parts that killed uploads of finished files to here left behind. ``names``: of the
+        objects that are sent next.
+        """
         if self._uploads_in_parts:
-            self.abort_parts("", below=True)
+            self.abort_parts("", names)
 
-    def abort_parts(self, name: str, *, below: bool) -> None:
-        """Remove those of killed uploads of the object ``name``, or of all objects ``below`` it, too."""
-        abort_leftovers(self.filesystem, self._path(name), self._url(name), below=below)
+    def abort_parts(self, name: str, below: Collection[str] | None = None) -> None:
+        """Remove those of killed uploads of the object ``name``. ``below``: and of objects below it, among which these
+        are sent next.
+        """
+        abort_leftovers(self.filesystem, self._path(name), self._url(name), below)
 
     def _announce(self, sizes: Mapping[str, int], upload: str) -> None:
         replaced = [name for name in self.names if name != UPLOADING]

@@ -325,10 +325,10 @@ class Streamed(Spooled):
                 with suppress(FileNotFoundError):
                     os.unlink(self._spool.locate(name))
         if self._directory:
-            self._store.abort_parts("", below=True)
+            self._store.abort_parts("", {*names, MANIFEST})
             self._store.begin({**names, **self._sent, MANIFEST: 0}, self._upload)
         else:
-            self._objects().abort_parts(self._staged, below=False)
+            self._objects().abort_parts(self._staged)
 
     def link(self, output: Target, linking: Linking, files: Sequence[SourceFile], sources: Sources) -> None:
         """Nothing can be linked in a store."""

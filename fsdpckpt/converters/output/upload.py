@@ -242,7 +242,7 @@ class Spooled(Rename):
         with group.step("announce the upload"):
             if group.rank == 0 and not self._compares:
                 lists = {name: os.path.getsize(path) for name, path in files.items() if name not in sizes}
-                self._run_watched(lambda _: remote.abort_leftovers())
+                self._run_watched(lambda _: remote.abort_leftovers({*sizes, *lists}))
                 self._run_watched(lambda _: remote.begin({**sizes, **lists}, self._upload))
         senders = assign_senders(sizes, holders)
         chosen = {name: path for name, path in files.items() if senders.get(name) == group.rank}

@@ -429,3 +429,46 @@ def test_parts_that_do_not_fit_into_memory_are_an_error_with_the_number_that_doe
 def test_with_little_memory_the_output_is_staged(s3: Proxy, files: Path) -> None:
     report = fsdpckpt.convert(files / "full.pt", "s3://runs/staged.pt", max_memory="8MiB")
     assert not report.streamed
+
+
+@pytest.fixture
+def bucket(s3: Proxy) -> Iterator[str]:
+    """A bucket with nothing in it but an upload of another program, which has begun and sends its parts."""
+    client(s3).create_bucket(Bucket="whole")
+    client(s3).create_multipart_upload(Bucket="whole", Key="of/another/program.bin")
+    yield "s3://whole"
+    for each in client(s3).list_objects_v2(Bucket="whole").get("Contents", []):
+        client(s3).delete_object(Bucket="whole", Key=each["Key"])
+    for each in client(s3).list_multipart_uploads(Bucket="whole").get("Uploads", []):
+        client(s3).abort_multipart_upload(Bucket="whole", Key=each["Key"], UploadId=each["UploadId"])
+    client(s3).delete_bucket(Bucket="whole")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_parts_of_a_killed_upload_to_a_whole_bucket_are_removed_and_no_others(
+    staged: bool, s3: Proxy, bucket: str, files: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {**DCP, **({"staging": tmp_path / "here"} if staged else {})}
+    for name in ("__0_0.distcp", "__2_0.distcp"):  # as a kill leaves them
+        client(s3).create_multipart_upload(Bucket="whole", Key=name)
+    fsdpckpt.convert(files / "full.pt", bucket, **options)
+    left = client(s3).list_multipart_uploads(Bucket="whole").get("Uploads", [])
+    assert [each["Key"] for each in left] == ["of/another/program.bin"]
+    fsdpckpt.convert(files / "full.pt", tmp_path / "alone", **DCP)
+    assert objects(bucket) == on_disk(tmp_path / "alone")
+    assert fsdpckpt.diff(bucket, files / "full.pt").same
+    with pytest.raises(TargetExistsError, match="a whole bucket"):
+        fsdpckpt.convert(files / "full.pt", bucket, overwrite=True, **options)
+
+
+def test_an_upload_to_a_whole_bucket_is_continued(s3: Proxy, bucket: str, files: Path) -> None:
+    s3.fault = lambda method, path, begin: "503" if method == "PUT" and path.endswith("__2_0.distcp") else None
+    with pytest.raises(TargetUnwritableError):
+        fsdpckpt.convert(files / "full.pt", bucket, **DCP)
+    s3.fault = None
+    with pytest.raises(SourceIncompleteError):
+        fsdpckpt.inspect(bucket)
+    s3.seen.clear()
+    fsdpckpt.convert(files / "full.pt", bucket, **DCP)
+    assert [s3.count("PUT", part=f"__{rank}_0.distcp") for rank in range(3)] == [0, 0, 1]
+    assert fsdpckpt.verify(bucket).whole
