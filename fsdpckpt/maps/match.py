@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceIncompleteError, UsageError, to_copy
 from fsdpckpt.ir import Section
-from fsdpckpt.maps.names import Pattern
+from fsdpckpt.maps.names import NUMBER, Pattern
 from fsdpckpt.maps.rules import LayoutMap, MapRule
 from fsdpckpt.maps.steps import Member
 from fsdpckpt.text import first_lines, plural
 
 _NAMES_IN_MESSAGE = 8
-_NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,10 +86,19 @@ def _matches(rule: MapRule, name: str) -> Iterable[tuple[MapRule, dict[str, str]
         number = None
         if rule.stacked is not None:
             text = words.pop(rule.stacked)
-            if not _NUMBER.fullmatch(text):
+            if not NUMBER.fullmatch(text):
                 continue
             number = int(text)
+        if not _can_be_written(rule, words):
+            continue
         yield rule, words, (position if len(rule.sources) > 1 else None, number)
+
+
+def _can_be_written(rule: MapRule, words: Mapping[str, str]) -> bool:
+    """Whether each word of which a number is computed is one, and no number would be below zero."""
+    if not all(NUMBER.fullmatch(words[place]) for place in rule.numbers & words.keys()):
+        return False
+    return all(pattern.can_write(words) for pattern in rule.targets)
 
 
 def require_used(

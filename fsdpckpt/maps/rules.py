@@ -39,6 +39,11 @@ class MapRule:
         return next((step.place for step in self.steps if isinstance(step, Unstack)), None)
 
     @property
+    def numbers(self) -> frozenset[str]:
+        """The places of which a name has a sum or a product: what stands there has to be a number."""
+        return frozenset(name for pattern in (*self.sources, *self.targets) for name in pattern.numbers)
+
+    @property
     def renames_alone(self) -> bool:
         return not self.steps and not self.copies
 
@@ -123,6 +128,13 @@ def flaws(rule: MapRule) -> list[str]:
     places = _places(rule.sources, found), _places(rule.targets, found)
     for stacked, have, side in ((stacks, places[0], "from"), (unstacks, places[1], "to")):
         found += [f"{{{place}}} is not in {side}" for place in stacked if place not in have]
+    for numbered, patterns in ((stacks, rule.sources), (unstacks, rule.targets)):
+        found += [
+            f"{{{place}}} counts from 0, and {pattern} would begin below"
+            for place in numbered
+            for pattern in patterns
+            if place in pattern.computed and pattern.computed[place].offset < 0
+        ]
     kept = places[0] - {*stacks}, places[1] - {*unstacks}
     for only, side in ((kept[0] - kept[1], "from"), (kept[1] - kept[0], "to")):
         found += [f"{{{place}}} is only in {side}: its value would be lost on the way back" for place in sorted(only)]

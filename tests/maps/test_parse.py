@@ -34,6 +34,15 @@ REFUSED = {
     "no table": (document(rule=["a"]), "rule 1: it is no table"),
     "no pattern": (rule(to=[]), "rule 2: to is no pattern"),
     "brace": (rule(to="b.{x"), "has a brace"),
+    "plus nothing": (rule(to="b.{x+0}"), "has a brace"),
+    "times one": (rule(**{"from": "a.{x}.{y}", "to": "b.{x*1+y}"}), "has a brace"),
+    "times nothing": (rule(**{"from": "a.{x}.{y}", "to": "b.{x*0+y}"}), "has a brace"),
+    "sum of three": (rule(**{"from": "a.{x}.{y}", "to": "b.{x*2+y+1}"}), "has a brace"),
+    "number that is lost": (rule(to="b.{x*2+y}"), "{y} is only in to"),
+    "numbers twice": (rule(to="b.{x*2+x}"), "{x} twice"),
+    "stack from below": (
+        rule(**{"from": "a.{x}.{n-1}", "to": "b.{x}", "steps": [{"stack": "n"}]}), "{n} counts from 0, and a.{x}.{n-1}"
+    ),
     "place twice": (rule(**{"from": "a.{x}.{x}"}), "{x} twice"),
     "pattern twice": (rule(**{"from": ["a.{x}", "a.{x}"]}), "from has a pattern twice"),
     "place that is lost": (rule(**{"from": "a.{x}.{y}"}), "{y} is only in from"),
