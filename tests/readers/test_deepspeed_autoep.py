@@ -174,3 +174,15 @@ def test_weights_without_the_optimizer_of_zero_are_whole(runs: Path, tmp_path: P
             assert torch.equal(of_rank(model[key], key, rank["expert_rank"]), value), key
             seen.add(key)
     assert seen == {*model}
+
+
+def test_what_deepspeed_itself_joins_is_the_same(runs: Path, tmp_path: Path) -> None:
+    """``ds_to_universal.py`` of DeepSpeed 0.19.8 made it of the checkpoint with ZeRO 3."""
+    with tarfile.open(GOLDEN / "autoep-zero3-universal.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    made = tmp_path / "autoep-zero3-universal"
+    assert fsdpckpt.diff(runs / "autoep-zero3", made).same
+    path = made / "zero" / "model.layers.0.mlp.experts.w1" / "exp_avg.pt"
+    torch.save(torch.load(path)["param"][:2].clone(), path)
+    with pytest.raises(SourceCorruptError, match=r"model\.layers\.0\.mlp\.experts\.w1 has \[4, 8, 6\]"):
+        opened(made)

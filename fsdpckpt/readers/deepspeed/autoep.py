@@ -97,6 +97,15 @@ class AutoExperts:
             raise unsupported(directory, "experts", [module.path], f"the weights of {AUTOEP_LAYERS}", unknown[0])
         return shards
 
+    def shards_among(self, directory: str, module: StepFile, groups: Sequence[FlatGroup]) -> dict[str, Shards]:
+        """``shards`` of the weights of experts in ``groups`` of any parameters."""
+        prefixes = {layer.prefix for layer in self.layers}
+        experts = [
+            {name: shape for name, shape in group.items() if (match := _WEIGHT.match(name)) and match[1] in prefixes}
+            for group in groups
+        ]
+        return self.shards(directory, module, experts)
+
     def named(self, group: FlatGroup, expert_rank: int) -> dict[str, str]:
         """All ranks call a layer's weights the same."""
         del expert_rank

@@ -17,7 +17,7 @@ from typing import cast
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.readers.deepspeed.partitions import FlatGroup, is_count
+from fsdpckpt.readers.deepspeed.partitions import is_count
 from fsdpckpt.readers.deepspeed.required_files import unsupported
 from fsdpckpt.readers.deepspeed.step import (
     ModuleStates,
@@ -28,6 +28,7 @@ from fsdpckpt.readers.deepspeed.step import (
     open_files,
     require_own_number,
 )
+from fsdpckpt.readers.model_shards import Shape
 from fsdpckpt.readers.protocol import FileTable, file_name
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
@@ -66,8 +67,11 @@ def with_layers(
     if found is not None:
         paths = [path for _, path in sorted(layers.items())]
         raise unsupported(directory, "pipeline stages", paths, "without tensor parallelism", found)
-    shapes: FlatGroup = {}
+    shapes: dict[str, Shape | None] = {}
     for file in states.of_model_ranks:
+        if states.recorded:  # the shapes are those of the layers
+            shapes.update({name: None for group in states.recorded[file.model_rank] for name in group})
+            continue
         for name, shape in ((name, shape) for group in states.groups(file) for name, shape in group.items()):
             if shapes.setdefault(name, shape) != shape:
                 raise contradiction(file.path, f"{name} has another shape than in the first stage that has it")
@@ -83,7 +87,7 @@ def with_layers(
 def _open_layers(
     module: StepFile,
     layers: Mapping[int, str],
-    shapes: FlatGroup,
+    shapes: Mapping[str, Shape | None],
     buffers: Collection[str],
     others: Collection[str],
     table: FileTable,
@@ -91,7 +95,8 @@ def _open_layers(
 ) -> list[_LayerFile]:
     """Open the files ``layers`` (by number) of the step whose module states are in ``module``.
 
-    ``shapes``: the optimizer's parameters. ``others``: frozen and shared parameters, as far as they are known.
+    ``shapes``: the optimizer's parameters, with None for a shape that is not recorded. ``others``: frozen and shared
+    parameters, as far as they are known.
     Raises SourceUnsupportedError for a layer of which no name is known, SourceIncompleteError for entries that no
     layer has, SourceCorruptError for shapes that are not theirs.
     """
@@ -116,7 +121,7 @@ def _open_layers(
         )
     for name, shape in shapes.items():
         leaf = found[name]
-        if not isinstance(leaf, StoredTensor) or leaf.shape != shape:
+        if not isinstance(leaf, StoredTensor) or shape not in (None, leaf.shape):
             raise contradiction(module.path, f"{name} has another shape in the file of its layer than in param_shapes")
     return opened
 

@@ -107,6 +107,20 @@ def require_record(ranks: Sequence[RankStates], flat: FlatGroups, numbers: Seque
             raise contradiction(rank.file.path, what)
 
 
+def recorded_names(files: Sequence[StepFile]) -> list[list[str]]:
+    """The parameters of each flat tensor as the files of one model-parallel rank record them, in order; [] if they do
+    not.
+    """
+    records = [_record(rank_states(file)) for file in sorted(files, key=lambda file: file.data_rank)]
+    if not records or any(record is None or len(record) != len(records[0] or ()) for record in records):
+        return []
+    by_tensor: list[dict[str, None]] = [{} for _ in records[0] or ()]
+    for record in records:
+        for names, of_rank in zip(by_tensor, record or (), strict=True):
+            names.update(dict.fromkeys(of_rank))
+    return [list(names) for names in by_tensor]
+
+
 def require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) -> None:
     """Refuse an optimizer that DeepSpeed offloaded to NVMe: its flat tensors are empty, and their content is in swap
     files beside them, raw and without shapes (``save_checkpoint`` of ``deepspeed/runtime/engine.py``).

@@ -37,6 +37,7 @@ from fsdpckpt.readers.deepspeed.rank_states import (
     RankStates,
     gaps_of,
     rank_states,
+    recorded_names,
     require_in_files,
     require_record,
     steps_of,
@@ -103,7 +104,7 @@ def read_zero(
         whole_module=alone and bool(module[0].root.get("module")),
     )
     require_in_files(directory, optim, sources)
-    states = ModuleStates(module, partitioned, RankGrid(*grid))
+    states = ModuleStates(module, partitioned, RankGrid(*grid), recorded=_recorded(module, optim))
     if not layers and any(file.of_pipeline for file in module):
         raise SourceIncompleteError(
             f"{directory}: the files of a pipeline's layers are missing",
@@ -124,6 +125,19 @@ def read_zero(
     if auto is not None:
         return step.with_auto_experts(auto, expert_files).tree()
     return step.tree() if not expert_files else step.with_experts(expert_files).tree()
+
+
+def _recorded(module: Sequence[StepFile], optim: Sequence[StepFile]) -> dict[int, list[list[str]]]:
+    """What ``BF16_Optimizer`` records of the parameters in its flat tensors, by model-parallel rank: without ZeRO,
+    module states have no ``param_shapes``. {} if they have, or if it records nothing.
+    """
+    if any(file.root.get("param_shapes") is not None for file in module):
+        return {}
+    files: dict[int, list[StepFile]] = {}
+    for file in optim:
+        files.setdefault(file.model_rank, []).append(file)
+    found = {rank: recorded_names(of_rank) for rank, of_rank in files.items()}
+    return found if all(found.values()) else {}
 
 
 @dataclass(frozen=True, slots=True)

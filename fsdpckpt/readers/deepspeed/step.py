@@ -253,6 +253,7 @@ class ModuleStates:
     ``grid``: the ranks that saved. ``shards``: under AutoTP, how each parameter is cut. ``layers``: the files of a
     pipeline's layers, each with its entries under the module's names, which ``files`` do not have. ``pipeline``: all of
     these entries. ``experts``: the files of AutoEP's experts, each with its part of the weights of its layer.
+    ``recorded``: without ZeRO, which saves no shapes, the trained parameters by flat tensor, by model-parallel rank.
     """
 
     files: list[StepFile]
@@ -262,6 +263,7 @@ class ModuleStates:
     layers: Sequence[tuple[StepFile, StateDict]] = ()
     pipeline: StateDict = field(default_factory=dict)
     experts: Sequence[tuple[StepFile, StateDict]] = ()
+    recorded: Mapping[int, Sequence[Sequence[str]]] = field(default_factory=dict)
 
     @property
     def first(self) -> StepFile:
@@ -281,11 +283,20 @@ class ModuleStates:
         """The shapes of the trained parameters by flat tensor, from ``file`` (the first). Raises SourceCorruptError."""
         file = self.first if file is None else file
         groups = file.root.get("param_shapes")
+        if groups is None and file.model_rank in self.recorded:
+            return [{name: self._shape_of(name, file) for name in names} for names in self.recorded[file.model_rank]]
         if not isinstance(groups, (list, tuple)) or not groups:
             raise contradiction(file.path, "it does not say the shapes of the parameters (param_shapes)")
         shapes = [_shapes_in(group, file.path) for group in groups]
         require_in_one_group(shapes, file.path)
         return shapes
+
+    def _shape_of(self, name: str, file: StepFile) -> tuple[int, ...]:
+        """The shape of a parameter in the module."""
+        leaf = (self.pipeline if file.of_pipeline else file.module).get(name)
+        if not isinstance(leaf, StoredTensor):
+            raise contradiction(file.path, f"the optimizer trains {name}, which the module does not have")
+        return leaf.shape
 
     def aliases(self) -> dict[str, str]:
         """Parameters that share storage, each with the name under which it is stored. Under ZeRO 3 only rank 0 has
@@ -362,7 +373,7 @@ class ModuleStates:
         model = self._model_in(file, lambda name: name not in exclude, fragments)
         described = _DESCRIBED | {MAP_INFO, "ds_autoep_layers"} if self.shards or self.experts else _DESCRIBED
         extra = {key: plain(value) for key, value in file.root.items() if key not in described}
-        if extra.get("optimizer") is None:  # ZeRO leaves it empty; anything else is the user's own
+        if self.recorded or extra.get("optimizer") is None:  # a copy of rank 0's part; else the user's own
             extra.pop("optimizer", None)
         return {"model": model, "extra": extra}
 

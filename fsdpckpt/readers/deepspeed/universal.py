@@ -22,6 +22,7 @@ from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Object, Value
+from fsdpckpt.readers.deepspeed.autoep import auto_experts
 from fsdpckpt.readers.deepspeed.autotp import records_shards, shards_of_autotp
 from fsdpckpt.readers.deepspeed.layers import with_layers
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup
@@ -123,6 +124,11 @@ def read_universal(
         module = with_layers(module, directory, layers, table, sources)
     elif len(model) > 1 and not any(file.of_pipeline for file in files):
         module = _with_shards(module, directory)
+    auto = auto_experts(directory, files, world_size)
+    if auto is not None:
+        module = replace(
+            module, shards={**module.shards, **auto.shards_among(directory, module.first, module.groups())}
+        )
     return _Universal(directory, f"{directory.rstrip('/')}/{ZERO}", module, table, sources).tree()
 
 

@@ -235,7 +235,11 @@ def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
     trained = {name for name, value in module.named_parameters() if value.requires_grad}
     untrained = {name: value.clone() for name, value in module.state_dict().items() if name not in trained}
     if kind in ("experts", "autoep"):
-        keep_experts(engine, directory)
+        from deepspeed.utils import groups
+
+        keep_held(engine, directory, groups._get_expert_parallel_rank("ep_size_2"))
+    elif "zero_optimization" not in config:
+        keep_held(engine, directory, 0)
     by_rank: list[Any] = [None] * engine.world_size
     torch.distributed.all_gather_object(by_rank, untrained)
     if engine.global_rank == 0:
@@ -246,11 +250,11 @@ def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
     os._exit(0)  # DeepSpeed's threads do not always end
 
 
-def keep_experts(engine: Any, directory: Path) -> None:
+def keep_held(engine: Any, directory: Path, expert_rank: int) -> None:
     """What each rank's own memory has of the weights and states (``param._hp_mapping``), and the module in bfloat16.
-    ``ds_to_universal.py`` does not join experts.
+    ``ds_to_universal.py`` does not join the experts of MoE layers, nor what was saved without ZeRO.
     """
-    from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     partitioned = engine.zero_optimization_partition_weights()
     if not partitioned:
@@ -268,9 +272,8 @@ def keep_experts(engine: Any, directory: Path) -> None:
             values = {state: mapping.get_optim_state_fragment(state).clone() for state in ("exp_avg", "exp_avg_sq")}
             values["fp32"] = mapping.get_hp_fragment().clone()
             fragments[name] = {"start": place.start, "shape": param.shape, "values": values}
-    rank = groups._get_expert_parallel_rank("ep_size_2")
     module = {} if partitioned else engine.module.state_dict()
-    of_rank = {"expert_rank": rank, "fragments": fragments, "module": module}
+    of_rank = {"expert_rank": expert_rank, "fragments": fragments, "module": module}
     by_rank: list[Any] = [None] * engine.world_size
     torch.distributed.all_gather_object(by_rank, of_rank)
     if engine.global_rank == 0:
