@@ -167,15 +167,18 @@ def inspect_run(source: str | os.PathLike[str], several: SeveralCheckpointsError
         return describe_run(os.fsdecode(source), several, sources)
 
 
-def inspect_incomplete(source: str | os.PathLike[str], error: FsdpckptError) -> Incomplete | None:
+def inspect_incomplete(
+    source: str | os.PathLike[str], error: FsdpckptError, *, ignore_file: tuple[str, ...] = ()
+) -> Incomplete | None:
     """What is left of a checkpoint: which rank has which file, and which sections can be read alone.
 
-    ``error``: what ``inspect(source)`` raised. None if it is not about the files of a directory.
+    ``error``: what ``inspect(source)`` raised, with the same ``ignore_file``. None if it is not about the files of a
+    directory.
     """
     from fsdpckpt.describe import describe_incomplete
 
     with Sources() as sources:
-        return describe_incomplete(os.fsdecode(source), error, sources)
+        return describe_incomplete(os.fsdecode(source), error, sources, ignore_file)
 
 
 @takes_options(ConvertOptions, LaunchOptions)

@@ -13,6 +13,7 @@ from fsdpckpt.text import count_text, dtypes_text, names_text, plural, shorten, 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Streams
     from fsdpckpt.describe import FilesOfRanks, Incomplete
+    from fsdpckpt.options.commands import InspectOptions
 
 WIDEST_PATTERN = 38  # columns of a name
 WIDEST_GRID = 40  # characters: more ranks share one
@@ -22,21 +23,21 @@ _WORST = ("damaged", "missing", "present", "none")
 
 
 def show_incomplete(
-    output: Streams, source: str, error: SourceIncompleteError | SourceCorruptError, report: str | None
+    output: Streams, source: str, error: SourceIncompleteError | SourceCorruptError, options: InspectOptions
 ) -> int:
-    """Show it on stdout and the error on stderr, and return the error's exit code. ``report``: a page to write."""
+    """Show it on stdout and the error on stderr, and return the error's exit code."""
     from fsdpckpt.api import inspect_incomplete
     from fsdpckpt.describe import suggest_readable
 
-    left = inspect_incomplete(source, error)
+    left = inspect_incomplete(source, error, ignore_file=options.ignore_file)
     if left is None:
         raise error
     suggest_readable(error, left)
-    if report is not None:
+    if options.report is not None:
         from fsdpckpt.report import write_incomplete_report
 
-        nbytes = write_incomplete_report(left, report)
-        output.message(f"{report}: {size_text(nbytes)}")
+        nbytes = write_incomplete_report(left, options.report)
+        output.message(f"{options.report}: {size_text(nbytes)}")
     if output.as_json:
         return show_error(output, error, _document(left), "incomplete")
     output.data(_lines(left, output.columns))

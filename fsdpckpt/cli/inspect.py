@@ -62,7 +62,7 @@ def inspect_command(output: Streams, source: str, options: InspectOptions) -> in
             raise
         return show_run(output, source, error)
     except (SourceIncompleteError, SourceCorruptError) as error:
-        return show_incomplete(output, source, error, options.report)
+        return show_incomplete(output, source, error, options)
     if description.checkpoint.origin.steps and not _needs_one_checkpoint(options):
         return show_run(output, source, with_final_model(description.checkpoint.origin))
     if options.report is not None:

@@ -77,7 +77,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     try:
         draft, decision = _select(source, target, options, sources)
     except (SourceIncompleteError, SourceCorruptError) as error:
-        if options.only is None and (readable := _what_can_be_read(source, error, sources)) is not None:
+        if options.only is None and (readable := _what_can_be_read(source, error, options, sources)) is not None:
             steps = [error.next_step or error.usual_next_step, readable]
             error.next_step = "; or ".join(f"{step}" for step in steps)
         raise
@@ -96,11 +96,11 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     return Prepared(given, draft.transformed, decision, output, plan, linking)
 
 
-def _what_can_be_read(source: str, error: SourceError, sources: Sources) -> str | None:
+def _what_can_be_read(source: str, error: SourceError, options: ConvertOptions, sources: Sources) -> str | None:
     """How to take what needs none of the files that are missing or damaged; None if there is nothing."""
     from fsdpckpt.describe import describe_incomplete  # on the way to an error only
 
-    incomplete = describe_incomplete(source, error, sources)
+    incomplete = describe_incomplete(source, error, sources, options.ignore_file)
     if incomplete is None:
         return None
     for section in incomplete.readable:

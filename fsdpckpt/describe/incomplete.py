@@ -22,7 +22,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest
 from fsdpckpt.readers.torch_checkpointing import files_of_ranks
 from fsdpckpt.storage import Entry
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import RemainingSources, Sources
 
 _SECTIONS = (Section.MODEL, Section.OPTIM)
 _MAX_FILES = 100_000
@@ -42,6 +42,7 @@ class Incomplete:
     missing: tuple[str, ...]  # files that are known to belong to it, from its directory
     damaged: tuple[str, ...]
     readable: Mapping[Section, Checkpoint]
+    ignore_file: tuple[str, ...]  # globs of what was left out of the checkpoint
 
     @property
     def summaries(self) -> dict[str, SectionSummary]:
@@ -55,7 +56,10 @@ class Incomplete:
     @property
     def commands(self) -> list[str]:
         """What converts each section that can be read."""
-        return [flags.command("convert", self.source, "DST", flags.only(section)) for section in self.readable]
+        left_out = [flags.ignore_file(glob) for glob in self.ignore_file]
+        return [
+            flags.command("convert", self.source, "DST", flags.only(section), *left_out) for section in self.readable
+        ]
 
     def _repr_html_(self) -> str:
         """For notebooks: the files that are missing or damaged."""
@@ -66,10 +70,14 @@ class Incomplete:
         return f"<{without_credentials(self.source)}: incomplete; {', '.join(self.readable) or 'nothing'} can be read>"
 
 
-def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> Incomplete | None:
+def describe_incomplete(
+    source: str, error: FsdpckptError, sources: Sources, ignore_file: tuple[str, ...]
+) -> Incomplete | None:
     """Look at the directory ``source``, of which ``error`` says what is wrong; None if it is no such error, if there is
-    no directory, or if there is nothing to say beside the error.
+    no directory, or if there is nothing to say beside the error. ``ignore_file``: globs of the files that were left out
+    when the error was raised: no section is read with them.
     """
+    sources = RemainingSources(sources, source, ignore_file)
     entry = sources.stat(source)
     if not isinstance(error, (SourceIncompleteError, SourceCorruptError)) or entry is None or not entry.directory:
         return None
@@ -102,7 +110,7 @@ def describe_incomplete(source: str, error: FsdpckptError, sources: Sources) -> 
                 readable[section] = checkpoint
     if not readable and not missing and not any(row.ranks(FileState.DAMAGED) for row in grid.rows):
         return None
-    return Incomplete(source, error, grid, tuple(sorted(missing)), tuple(sorted(damaged)), readable)
+    return Incomplete(source, error, grid, tuple(sorted(missing)), tuple(sorted(damaged)), readable, ignore_file)
 
 
 def suggest_readable(error: FsdpckptError, left: Incomplete) -> None:

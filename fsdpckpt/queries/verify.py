@@ -29,7 +29,7 @@ def verify(source: str, options: VerifyOptions, progress: Progress) -> Verificat
         except SourceError as error:
             from fsdpckpt.describe import describe_incomplete, suggest_readable  # on the way to an error only
 
-            left = describe_incomplete(source, error, sources)
+            left = describe_incomplete(source, error, sources, options.ignore_file)
             if left is not None:
                 suggest_readable(error, left)
             raise

@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_section_beside_a_missing_or_damaged_file_can_be_read(checkpoint: Path) -> None:
     error = SourceIncompleteError("a file is missing", file=str(checkpoint))
     with Sources() as sources:
-        left = describe_incomplete(str(checkpoint), error, sources)
+        left = describe_incomplete(str(checkpoint), error, sources, ())
     assert left is not None and list(left.readable) == [Section.MODEL]
 
 
@@ -32,5 +32,5 @@ def test_of_files_that_contradict_each_other_none_is_known_to_be_right(checkpoin
     torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, checkpoint / "optim.pt")
     error: FsdpckptError = SourceCorruptError("two files contradict each other", file=str(checkpoint))
     with Sources() as sources:
-        left = describe_incomplete(str(checkpoint), error, sources)
+        left = describe_incomplete(str(checkpoint), error, sources, ())
     assert left is None

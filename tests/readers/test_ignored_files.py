@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsdpckpt
+from fsdpckpt.api import inspect_incomplete
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError, UsageError
 from fsdpckpt.readers.candidates import glob_of
 from fsdpckpt.readers.protocol import Part, PartContents
@@ -185,3 +186,29 @@ def test_a_glob_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
     torch.save(MODEL, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="matches no file"):
         fsdpckpt.verify(tmp_path / "model.pt", ignore_file=["model.pt"])
+
+
+def test_what_is_left_out_is_no_part_of_what_can_be_read_alone(tmp_path: Path) -> None:
+    """And the command that converts it leaves the same out."""
+    (source := tmp_path / "both").mkdir()
+    for rank in range(2):
+        torch.save(MODEL, source / f"model_world_size_2_rank_{rank}.pt")
+        torch.save(STATE, source / f"optim_world_size_2_rank_{rank}.pt")
+    (source / "optim_world_size_2_rank_1.pt").unlink()
+    save_file(EXPORT, source / "export.safetensors")
+    for command, words in (
+        (fsdpckpt.verify, "--only model --ignore-file 'export.*'"),
+        (fsdpckpt.inspect, "--only model --ignore-file 'export.*'"),
+        (lambda path, **ignored: fsdpckpt.convert(path, tmp_path / "out", **ignored), "add --only model"),
+    ):
+        with pytest.raises(SourceIncompleteError) as caught:
+            command(source, ignore_file=["export.*"])
+        text = caught.value.text
+        if command is fsdpckpt.inspect:
+            left = inspect_incomplete(source, caught.value, ignore_file=("export.*",))
+            assert left is not None and list(left.readable) == ["model"]
+            (text,) = left.commands
+        assert words in text
+        with pytest.raises(SourceIncompleteError) as caught:
+            command(source, ignore_file=["export.*", "model_*_rank_0.pt"])
+        assert "--only model" not in caught.value.text

@@ -48,7 +48,7 @@ def test_hostile_names_stay_text_on_both_pages(tmp_path: Path) -> None:
         (tmp_path / f"{name}_rank_{rank}.pt").write_bytes(b"PK")
     error = SourceIncompleteError(HOSTILE[0], details=HOSTILE, file=str(tmp_path), why=HOSTILE[1])
     with Sources() as sources:
-        left = describe_incomplete(str(tmp_path), error, sources)
+        left = describe_incomplete(str(tmp_path), error, sources, ())
     assert left is not None
     require_inert(incomplete_page(left))
 
