@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsdpckpt
-from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceUnsupportedError
+from fsdpckpt.errors import FsdpckptError, SourceUnsupportedError
 from fsdpckpt.readers.counters import counted_parts
 from fsdpckpt.text import natural
+from tests.makers import Change, Make, files, together, write
 from tests.readers.contents import opened
+from tests.refusals import Refusal, each_of, several, unclear, unsupported
 
 MODEL = {"a.weight": torch.randn(4, 3), "b.weight": torch.randn(2, 4)}
 HALF = {"a.weight": torch.randn(2, 3), "b.weight": torch.randn(2, 4)}
@@ -32,32 +35,101 @@ def put(content: dict[str, Any], path: Path) -> None:
         dcp.save({"model": content}, checkpoint_id=path, no_dist=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("mp_rank_{:02d}/model_optim_rng.pt", "tensor-parallel ranks"),  # Megatron-LM
-        ("mp_rank_00_{:03d}/model_optim_rng.pt", "tensor-parallel ranks or pipeline stages"),
-        ("model_weight_pp-rank-0-of-1_tp-rank-{}-of-4.safetensors", "tensor-parallel ranks"),  # nanotron
-        ("model/decoder/{}/w_pp-rank-{}-of-4_tp-rank-0-of-1.safetensors", "pipeline stages"),
-        ("optimizer_pp-{}-of-4_dp-0-of-1_tp-0-of-1_exp-0-of-1.pt", "pipeline stages"),
-        ("mp_rank_{:02d}_model_states.pt", "tensor-parallel ranks"),  # DeepSpeed without ZeRO
-        ("expert_{}/weights.safetensors", "experts"),
-        ("model_tp{}.pt", "tensor-parallel ranks"),
-        ("stage_{}/model", "pipeline stages"),
-        ("rank{}/model", "ranks"),
-        ("model_rank_{}.safetensors", "ranks"),
-        ("weights.part{}.pt", "shards"),
-        ("node{}/model.safetensors", "ranks"),
-    ],
-)
-def test_files_by_rank_stage_expert_or_shard_are_one_model(name: str, kind: str, tmp_path: Path) -> None:
-    for number in range(4):
-        put(HALF, tmp_path / name.format(number, number))
-    with pytest.raises(SourceUnsupportedError) as error:
-        opened(tmp_path)
-    assert error.value.what == f"{tmp_path} contains one model in parts: the files of 4 {kind}"
-    assert error.value.exit_code == 3 and "--ignore-file" not in error.value.text
-    assert len(error.value.details) == 4 and "and 1 more" in error.value.text
+def weights(names: Sequence[str], content: Mapping[str, torch.Tensor] = HALF) -> Make:
+    """A model, or a part of one, under each name: a file, or a DCP directory."""
+
+    def make(directory: Path) -> None:
+        for name in names:
+            put(dict(content), directory / name)
+
+    return make
+
+
+def together_with(make: Make, *changes: Change) -> Make:
+    def made(directory: Path) -> None:
+        make(directory)
+        for change in changes:
+            change(directory)
+
+    return made
+
+
+def numbered(name: str, count: int = 4) -> list[str]:
+    return [name.format(number, number) for number in range(count)]
+
+
+def runs_arguments(size: int, *, plain: bool) -> Make:
+    """One of Megatron-LM's files, with the arguments of the run, which say how many there are."""
+    arguments = {"tensor_model_parallel_size": size, "pipeline_model_parallel_size": 1, "lr": 0.1}
+    content = {"model": HALF, "args": arguments if plain else argparse.Namespace(**arguments)}
+    return files({MEGATRON.format(0): content}, given=MEGATRON.format(0))
+
+
+MEGATRON = "mp_rank_{:02d}/model_optim_rng.pt"
+NANOTRON = "10/model/{}/model_weight_pp-rank-0-of-1_tp-rank-0-of-{}.safetensors"
+# How files are named that are one model in parts, and what they are called
+PARTS = {
+    MEGATRON: "tensor-parallel ranks",
+    "mp_rank_00_{:03d}/model_optim_rng.pt": "tensor-parallel ranks or pipeline stages",
+    "model_weight_pp-rank-0-of-1_tp-rank-{}-of-4.safetensors": "tensor-parallel ranks",  # nanotron
+    "model/decoder/{}/w_pp-rank-{}-of-4_tp-rank-0-of-1.safetensors": "pipeline stages",
+    "optimizer_pp-{}-of-4_dp-0-of-1_tp-0-of-1_exp-0-of-1.pt": "pipeline stages",
+    "mp_rank_{:02d}_model_states.pt": "tensor-parallel ranks",  # DeepSpeed without ZeRO
+    "expert_{}/weights.safetensors": "experts",
+    "model_tp{}.pt": "tensor-parallel ranks",
+    "stage_{}/model": "pipeline stages",
+    "rank{}/model": "ranks",
+    "model_rank_{}.safetensors": "ranks",
+    "weights.part{}.pt": "shards",
+    "node{}/model.safetensors": "ranks",
+}
+NO_HINT = ("--ignore-file", "name the one")
+EXPORT = {**MODEL, "tied.weight": MODEL["a.weight"].clone()}
+REFUSALS = (
+    *(
+        unsupported(name, weights(numbered(name)), f"DIR contains one model in parts: the files of 4 {kind}\n",
+                    "  - and 1 more", omits=NO_HINT)
+        for name, kind in PARTS.items()
+    ),
+    # nanotron has a file for each weight, all with the key data; one of two halves is no model either.
+    unsupported("weight by weight", weights([NANOTRON.format(name, 1) for name in ("a/attn", "a/mlp", "b/attn")],
+                {"data": torch.ones(3, 2)}), "one model in parts", "weight by weight", omits=NO_HINT),
+    unsupported("one of two halves", weights([NANOTRON.format("a/attn", 2)], {"data": torch.ones(3, 2)}),
+                "one model in parts", "2 tensor-parallel ranks", omits=NO_HINT),
+    *(
+        unsupported(f"a part by its arguments, {plain}", runs_arguments(2, plain=plain), "one part of a model",
+                    "\n  - its arguments say tensor_model_parallel_size=2\n")
+        for plain in (True, False)
+    ),
+    # consolidated.00.pth and consolidated.01.pth of Llama are halves; nothing in them says so.
+    unclear("numbered whole files", weights(numbered("consolidated.{:02d}.pth", 2)),
+            "if each is a checkpoint of its own", "merged"),
+    # Lists of candidates
+    several("natural order", weights([f"checkpoint-{100 * number}" for number in range(8, 13)]),
+            "\n  - DIR/checkpoint-800\n  - DIR/checkpoint-900\n  - DIR/checkpoint-1000\n  - and 2 more\n",
+            "checkpoint-1200 (inspect shows which are complete)"),
+    several("the latest file", together_with(weights(["global_step_7/actor", "global_step_14/actor",
+            "global_step_14/critic", "global_step_21/actor"]), write("latest_checkpointed_iteration.txt", "14\n")),
+            "global_step_14 (inspect shows which are complete)"),
+    several("a link to the newest", together_with(weights(["step-1", "step-2"]),
+            lambda directory: (directory / "latest").symlink_to("step-2")), "contains 2 checkpoints"),
+    # A file is left out by the hint only if the other has the same parameters.
+    several("an export", together(weights(["model.pt"], MODEL), weights(["export.safetensors"], EXPORT)),
+            "--ignore-file export.safetensors"),
+    unclear("another model", together(weights(["model.pt"], MODEL), weights(["x.safetensors"], {"v": torch.ones(3)})),
+            omits=("--ignore-file",)),
+)  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_file_whose_arguments_say_that_it_is_whole_is_a_model(plain: bool, tmp_path: Path) -> None:
+    source = runs_arguments(1, plain=plain)(tmp_path)
+    assert source is not None and opened(source).model is not None
 
 
 @pytest.mark.parametrize("count", [2, 9])
@@ -72,34 +144,6 @@ def test_parts_that_cannot_be_read_are_parts_all_the_same(count: int, tmp_path: 
     assert error.value.exit_code == 3 and "--ignore-file" not in error.value.text
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_names_with_counters_are_parts_even_if_nothing_varies(alone: bool, tmp_path: Path) -> None:
-    """nanotron has a file for each weight, all with the key ``data``; one of two halves is no model either."""
-    name = f"model_weight_pp-rank-0-of-1_tp-rank-0-of-{2 if alone else 1}.safetensors"
-    for module in ("a/attn",) if alone else ("a/attn", "a/mlp", "b/attn"):
-        put({"data": torch.randn(3, 2)}, tmp_path / "10" / "model" / module / name)
-    with pytest.raises(SourceUnsupportedError, match="one model in parts") as error:
-        opened(tmp_path)
-    assert ("2 tensor-parallel ranks" if alone else "weight by weight") in error.value.what
-    assert "--ignore-file" not in error.value.text and "name the one" not in error.value.text
-
-
-def test_one_of_several_parts_is_no_model_if_it_says_so_itself(tmp_path: Path) -> None:
-    """Of Megatron-LM's ``mp_rank_00`` and ``mp_rank_01`` one was copied; the arguments of the run are in the file."""
-    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
-    file.parent.mkdir()
-    arguments = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "lr": 0.1}
-    for given in (argparse.Namespace(**arguments), arguments):
-        torch.save({"model": MODEL, "args": given}, file)
-        assert opened(tmp_path).model is not None
-    arguments["tensor_model_parallel_size"] = 2
-    for given in (argparse.Namespace(**arguments), arguments):
-        torch.save({"model": HALF, "args": given}, file)
-        with pytest.raises(SourceUnsupportedError, match="one part of a model") as error:
-            opened(file)
-        assert error.value.details == ("its arguments say tensor_model_parallel_size=2",)
-
-
 def test_numbers_that_count_something_else_are_none_of_a_rank() -> None:
     for names in (
         ["step-1/model.pt", "step-2/model.pt"],
@@ -110,68 +154,6 @@ def test_numbers_that_count_something_else_are_none_of_a_rank() -> None:
         ["step1.pt", "group2.pt"],
     ):
         assert counted_parts(names) is None, names
-
-
-def test_numbered_whole_files_may_be_tensor_parallel_ranks(tmp_path: Path) -> None:
-    """``consolidated.00.pth`` and ``consolidated.01.pth`` of Llama are halves; nothing in them says so."""
-    for number in range(2):
-        put(HALF, tmp_path / f"consolidated.{number:02d}.pth")
-    with pytest.raises(NeedsInformationError) as error:
-        opened(tmp_path)
-    assert "if each is a checkpoint of its own" in str(error.value.next_step)
-    assert "merged" in str(error.value.next_step)
-
-
-# --- lists of candidates ----------------------------------------------------------------------------------------------
-
-
-def steps(run: Path, *names: str) -> None:
-    for name in names:
-        put(MODEL, run / name)
-
-
-def test_checkpoints_are_listed_in_natural_order_and_the_newest_is_named(tmp_path: Path) -> None:
-    steps(tmp_path, *(f"checkpoint-{100 * number}" for number in range(8, 13)))
-    with pytest.raises(NeedsInformationError) as error:
-        opened(tmp_path)
-    assert [Path(each).name for each in error.value.details][:3] == [
-        "checkpoint-800",
-        "checkpoint-900",
-        "checkpoint-1000",
-    ]
-    assert str(error.value.next_step).endswith("checkpoint-1200 (inspect shows which are complete)")
-    lines = error.value.text.split("\n")
-    assert [line for line in lines if "checkpoint-1000" in line] and "  - and 2 more" in lines
-    assert len(error.value.details) == 5, "machines see all"
-
-
-def test_what_the_latest_file_names_is_proposed(tmp_path: Path) -> None:
-    steps(tmp_path, "global_step_7/actor", "global_step_14/actor", "global_step_14/critic", "global_step_21/actor")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("14\n")
-    with pytest.raises(NeedsInformationError) as error:
-        opened(tmp_path)
-    assert str(error.value.next_step).endswith("global_step_14 (inspect shows which are complete)")
-
-
-def test_a_link_to_the_newest_is_no_candidate(tmp_path: Path) -> None:
-    steps(tmp_path, "step-1", "step-2")
-    (tmp_path / "latest").symlink_to("step-2")
-    with pytest.raises(NeedsInformationError, match="contains 2 checkpoints"):
-        opened(tmp_path)
-    assert opened(tmp_path / "latest").model is not None
-
-
-def test_a_file_is_left_out_by_the_hint_only_if_the_other_has_the_same_parameters(tmp_path: Path) -> None:
-    put(MODEL, tmp_path / "model.pt")
-    put({**MODEL, "tied.weight": MODEL["a.weight"].clone()}, tmp_path / "export.safetensors")
-    with pytest.raises(NeedsInformationError) as error:
-        opened(tmp_path)
-    assert "--ignore-file export.safetensors" in str(error.value.next_step)
-    assert fsdpckpt.inspect(tmp_path, ignore_file="export.safetensors")
-    put({"vision.weight": torch.randn(3)}, tmp_path / "export.safetensors")
-    with pytest.raises(NeedsInformationError) as error:
-        opened(tmp_path)
-    assert "--ignore-file" not in str(error.value.next_step)
 
 
 def test_names_are_in_natural_order() -> None:

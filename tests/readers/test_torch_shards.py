@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceIncompleteError
+from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.files import paths_in
+from tests.makers import Change, Make, cut, files, lose, put
 from tests.readers.contents import held, opened, same_values
+from tests.refusals import Refusal, corrupt, each_of, incomplete, several
 
 INDEX = "pytorch_model.bin.index.json"
 MODEL = {f"layers.{number}.weight": torch.randn(7, 5) for number in range(9)} | {"norm": torch.randn(3).half()}
@@ -50,32 +53,6 @@ def test_shards_without_an_index_are_one_model_too(tmp_path: Path) -> None:
     shards(source := tmp_path / "hf")
     (source / INDEX).unlink()
     same_values(opened(source), model=MODEL)
-    (source / "pytorch_model-00003-of-00005.bin").unlink()
-    with pytest.raises(SourceIncompleteError, match="1 shard is missing") as error:
-        opened(source)
-    assert error.value.details == ("pytorch_model-00003-of-00005.bin",)
-
-
-def test_what_index_and_shards_contradict_each_other_in_is_an_error(tmp_path: Path) -> None:
-    names = shards(source := tmp_path / "hf")
-    whole = (source / INDEX).read_text()
-    (source / names[1]).rename(tmp_path / "kept")
-    with pytest.raises(SourceIncompleteError, match="1 of them cannot be found") as missing:
-        opened(source)
-    assert missing.value.details == (names[1],)
-    (tmp_path / "kept").rename(source / names[1])
-    document = json.loads(whole)
-    document["weight_map"]["gone"] = names[0]
-    (source / INDEX).write_text(json.dumps(document))
-    with pytest.raises(SourceIncompleteError, match="1 tensor that their shard does not hold"):
-        opened(source)
-    document["weight_map"] = {"norm": "../x.bin"}
-    (source / INDEX).write_text(json.dumps(document))
-    with pytest.raises(SourceCorruptError, match="outside its directory"):
-        opened(source)
-    (source / INDEX).write_text(whole[:50])
-    with pytest.raises(SourceCorruptError, match="not an index"):
-        opened(source)
 
 
 def test_a_shard_that_the_index_does_not_list_is_named(tmp_path: Path) -> None:
@@ -86,22 +63,6 @@ def test_a_shard_that_the_index_does_not_list_is_named(tmp_path: Path) -> None:
     assert [note.keys for note in found.notes if note.kind == "stray"] == [("pytorch_model-00001-of-00007.bin",)]
     fate = found.ledger.account.of("pytorch_model-00001-of-00007.bin")
     assert fate is not None and fate.fate == "left-out"
-
-
-def test_one_shard_alone_is_never_a_model(tmp_path: Path) -> None:
-    names = shards(source := tmp_path / "hf")
-    with pytest.raises(SourceIncompleteError, match="is shard 2 of 5"):
-        opened(source / names[1])
-    with pytest.raises(SourceError) as error:
-        fsdpckpt.convert(source, tmp_path / "x.pt", ignore_file=[*names[1:], INDEX])
-    assert error.value.exit_code == 3 and not (tmp_path / "x.pt").exists()
-
-
-def test_shards_that_hold_the_same_names_are_no_model(tmp_path: Path) -> None:
-    for number in (1, 2):
-        torch.save({"w": torch.randn(2, 3)}, tmp_path / f"consolidated-{number:05d}-of-00002.pth")
-    with pytest.raises(SourceCorruptError, match="w is in two shards"):
-        opened(tmp_path)
 
 
 def test_an_optimizer_in_shards_by_id_has_its_groups_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -118,16 +79,6 @@ def test_an_optimizer_in_shards_by_id_has_its_groups_in_a_file_of_their_own(tmp_
     found = opened(tmp_path)
     same_values(found, model=MODEL, optim=OPTIM)
     assert len(paths_in(found.files)) == len(names)
-
-
-def test_an_export_beside_the_shards_is_a_candidate_and_all_shards_are_left_out_together(tmp_path: Path) -> None:
-    shards(tmp_path)
-    torch.save(MODEL, tmp_path / "model.pt")
-    with pytest.raises(NeedsInformationError) as error:
-        opened(tmp_path)
-    assert "--ignore-file" in str(error.value.next_step)
-    globs = [word for word in str(error.value.next_step).replace("'", "").split() if ".bin" in word or ".pt" in word]
-    assert globs
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -151,10 +102,58 @@ def test_shards_do_not_keep_the_order_of_the_model(indexed: bool, tmp_path: Path
         assert torch.equal(found[name]["exp_avg"], of_shape["state"][at]["exp_avg"])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_number_outside_of_the_total_is_an_error(number: int, tmp_path: Path) -> None:
-    for each in (1, 2, number):
-        torch.save({f"{each}.weight": torch.randn(3)}, tmp_path / f"m-{each:05d}-of-00002.pt")
-    with pytest.raises(SourceCorruptError, match="1 shard has a number that the total") as error:
-        opened(tmp_path)
-    assert error.value.details == (f"m-{number:05d}-of-00002.pt",) and error.value.exit_code == 3
+def of_hugging_face(*changes: Change, given: str = "") -> Make:
+    """The shards of ``MODEL`` and their index, changed."""
+
+    def make(directory: Path) -> Path:
+        shards(directory)
+        for change in changes:
+            change(directory)
+        return directory / given
+
+    return make
+
+
+def index(change: Callable[[dict[str, str]], object]) -> Change:
+    """The index says otherwise where a tensor is."""
+
+    def made(directory: Path) -> None:
+        document = json.loads((directory / INDEX).read_text())
+        change(document["weight_map"])
+        (directory / INDEX).write_text(json.dumps(document))
+
+    return made
+
+
+def of_two(*numbers: int, name: str = "m-{:05d}-of-00002.pt", key: str = "{}.weight") -> Make:
+    return files({name.format(number): {key.format(number): torch.randn(3)} for number in numbers})
+
+
+SHARDS = [f"pytorch_model-{number:05d}-of-00005.bin" for number in range(1, 6)]
+REFUSALS = (
+    incomplete("a shard is missing", of_hugging_face(lose(INDEX, SHARDS[2])), "1 shard is missing",
+               f"\n  - {SHARDS[2]}\n"),
+    incomplete("a shard of the index is missing", of_hugging_face(lose(SHARDS[1])), "1 of them cannot be found",
+               f"\n  - {SHARDS[1]}\n"),
+    incomplete("a tensor is not in its shard", of_hugging_face(index(lambda where: where.update(gone=SHARDS[0]))),
+               "1 tensor that their shard does not hold"),
+    corrupt("an index that leads out", of_hugging_face(index(lambda where: where.update(norm="../x.bin"))),
+            "outside its directory"),
+    corrupt("half an index", of_hugging_face(cut(INDEX, by=100)), "not an index"),
+    incomplete("one shard alone", of_hugging_face(given=SHARDS[1]), "is shard 2 of 5"),
+    incomplete("the other shards are left out", of_hugging_face(), "4 shards are missing", omits=("--only model",),
+               ignore_file=[*SHARDS[1:], INDEX]),
+    corrupt("shards of the same names", of_two(1, 2, name="consolidated-{:05d}-of-00002.pth", key="w"),
+            "w is in two shards"),
+    *(
+        corrupt(f"shard {number} of 2", of_two(1, 2, number), "1 shard has a number that the total",
+                f"\n  - m-{number:05d}-of-00002.pt\n")
+        for number in (0, 3)
+    ),
+    several("an export beside the shards", of_hugging_face(put("model.pt", MODEL)), "--ignore-file"),
+)  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)
