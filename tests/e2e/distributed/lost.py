@@ -33,6 +33,7 @@ STEPS: dict[str, tuple[str, str]] = {
     "read back": ("fsdpckpt.execute.output:Output.read_back,1", "fsdpckpt.execute.run:_Run.read_back,1"),
     "copy": ("fsdpckpt.execute.output:write_window,3",) * 2,
     "exchange": ("fsdpckpt.execute.send_recv:TransferRun._read,2",) * 2,
+    "finish": ("fsdpckpt.execute.run:_Run.finish,1",) * 2,
     "verify": ("fsdpckpt.converters.check:first_difference,1", "fsdpckpt.converters.check:OutputCheck.run,1"),
     "publish": ("fsdpckpt.converters.pipeline:_Conversion._publish,1",) * 2,
 }
