@@ -44,7 +44,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stream:
+class StreamLayout:
     """``parts``: numbers of the parts in it; ``offset``: where each begins. ``counts``: bytes of each round.
     ``windows``: the offset at which each window that is in place begins, by its number.
     """
@@ -82,7 +82,7 @@ def lay_out_stream(
     windows: Sequence[Bounds],
     round_of: Int64Array,
     rounds: int,
-) -> Stream:
+) -> StreamLayout:
     """The stream from ``sender``. ``round_of[w]``: the round of window w."""
     chosen = np.flatnonzero(parts.sender == sender)
     direct = in_place[chosen]
@@ -108,4 +108,4 @@ def lay_out_stream(
         for number, target in zip(numbers, parts.target[chosen[direct]].tolist(), strict=True)
     ]
     order = np.argsort(offset, kind="stable")
-    return Stream(chosen[order], offset[order], counts, placed)
+    return StreamLayout(chosen[order], offset[order], counts, placed)

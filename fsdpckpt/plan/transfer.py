@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.plan import Copies, CopyParts, FilePlan, Plan, open_windows, split_copies
-from fsdpckpt.plan.streams import Parts, Stream, bytes_held, lay_out_stream, parts_in_place
+from fsdpckpt.plan.streams import Parts, StreamLayout, bytes_held, lay_out_stream, parts_in_place
 from fsdpckpt.plan.written import BEGIN, END, NOTHING_WRITTEN, rows_of
 
 _SNAP = 0.05  # of a part: a rank may write this fraction more if a file then has one writer instead of two
@@ -174,7 +174,7 @@ class _Need:
     windows: list[Window]
     copies: list[tuple[int, CopyParts]]
     parts: Parts
-    streams: dict[int, Stream]
+    streams: dict[int, StreamLayout]
     rounds: int
 
 
