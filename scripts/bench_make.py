@@ -198,14 +198,15 @@ def write_units(params: dict[str, Shape], path: str) -> None:
     """What ``fsdpckpt.save_units`` would write for a model of these parameters."""
     from fsdpckpt.ir.dtypes import DTYPES
     from fsdpckpt.ir.parameters import Parameter
-    from fsdpckpt.ir.units import Unit, Units
+    from fsdpckpt.ir.unit_lists import units_of_lists
+    from fsdpckpt.ir.units import Unit
     from fsdpckpt.ir.units_json import encode
 
     units = []
     for prefix, names in units_of(params).items():
         units.append(Unit(prefix, tuple(Parameter(name, params[name], DTYPES["float32"]) for name in names)))
     with open(path, "w") as file:
-        json.dump(encode(Units(tuple(units), use_orig_params=False, parameters=tuple(params))), file)
+        json.dump(encode(units_of_lists(tuple(units), use_orig_params=False, parameters=tuple(params))), file)
 
 
 def make_nanotron(directory: str, params: dict[str, Shape]) -> None:

@@ -9,7 +9,7 @@ search or guess; ``units.inference`` tries several units with it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -70,7 +70,7 @@ def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
         undivided = matching.undivided if len(contradictions) == 1 else None
         return Mismatch(contradictions, matching.uncompared, undivided)
     return FlatMatch(
-        units if matching.named_groups is None else replace(units, groups=matching.named_groups),
+        units if matching.named_groups is None else units.with_groups(matching.named_groups),
         matching.keys,
         matching.layouts,
         matching.shard_size,

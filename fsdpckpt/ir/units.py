@@ -7,24 +7,26 @@ parameters in a unit, of ``model.parameters()``, of the optimizer's groups.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
-from typing import TypeAlias, TypeVar
+from functools import cached_property
+from itertools import chain
+from typing import TypeAlias
 
+from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.dtypes import DType
-from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.parameters import Parameter, RowNumber
 from fsdpckpt.ir.terms import Strategy
 
 __all__ = ["Strategy"]  # from ``ir``: code that uses units uses it too
 
 FLAT_PARAM = "_flat_param"
 
-_Item = TypeVar("_Item")
-
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 """What each param group of an optimizer holds, in the order of ids: parameter names, or keys of units."""
+
+RowGroups: TypeAlias = tuple[tuple[RowNumber, ...], ...]
+"""The same as rows of units. A flat parameter that an optimizer holds is all of its rows, one after the other."""
 
 
 def unit_text(prefix: str) -> str:
@@ -75,36 +77,98 @@ class RankOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRows:
+    """What the optimizers on ``ranks`` train, if it differs from ``Units.trained``."""
+
+    ranks: tuple[int, ...]
+    trained: RowGroups
+
+
+@dataclass(frozen=True)  # without slots: its views are made once
 class Units:
     """All units of one model, and what else is needed to read or write its flattened checkpoints.
 
+    The parameters are *rows*: those of one unit after the other, then the ``unmanaged`` ones. A name stands in its row
+    alone, and everything else refers to the number of the row. ``parameters``, ``groups``, ``shared``, ``orders`` and
+    ``optimizers`` are views that name the rows; ``ir.unit_lists`` makes units of such lists.
+
     A model without FSDP1 has no units: its parameters are all ``unmanaged``, and ``use_orig_params`` is True. The names
     of its parameters, their order and the optimizer's groups are what its checkpoints may lack too.
-
-    ``unmanaged``: parameters in no unit (ignored by FSDP, or of modules that are not wrapped), whole on every rank.
-    ``shared``: (later name, first name) of shared parameters. ``parameters``: original names in the order of
-    ``model.parameters()``, a shared parameter once. ``groups``: for each group of the optimizer its parameters in the
-    order of their ids: original names, or with ``use_orig_params=False`` the ``key`` of a unit; None if unknown, which
-    means one group in the order of ``model.parameters()``. ``world_size``: the number of ranks that saved, None for
-    any. ``shard_size``: ranks in one sharding group, None for all of them (HYBRID_SHARD has fewer). ``orders``: the
-    ranks whose optimizers list the parameters in a different order, or lack some; ``groups`` then lists every parameter
-    that any rank has. ``optimizers``: the groups of each of several optimizers, by the name of its section; ``groups``
-    is None then, until ``of_optimizer`` chooses one.
     """
 
     units: tuple[Unit, ...]
     use_orig_params: bool
-    parameters: tuple[str, ...]
-    unmanaged: tuple[Parameter, ...] = ()
-    shared: tuple[tuple[str, str], ...] = ()
-    groups: Groups | None = None
-    world_size: int | None = None
-    shard_size: int | None = None
-    orders: tuple[RankOrder, ...] = ()
-    optimizers: tuple[tuple[str, Groups], ...] = ()
+    order: tuple[RowNumber, ...]  # of ``model.parameters()``, a shared parameter once
+    unmanaged: tuple[Parameter, ...] = ()  # in no unit (ignored by FSDP, or not wrapped), whole on every rank
+    tied: tuple[tuple[str, RowNumber], ...] = ()  # each later name of a shared parameter, which is no row, and its row
+    trained: RowGroups | None = None  # by each group of the optimizer, in the order of its ids; None if unknown
+    world_size: int | None = None  # the number of ranks that saved, None for any
+    shard_size: int | None = None  # ranks in one sharding group, None for all of them (HYBRID_SHARD has fewer)
+    by_rank: tuple[RankRows, ...] = ()  # ranks whose optimizers list another order, or lack some that ``trained`` has
+    by_optimizer: tuple[tuple[str, RowGroups], ...] = ()  # ``trained`` of each of several, by the names of sections
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "unmanaged", _sharded(self.unmanaged, sharded=False))
+        count = sum(len(unit.params) for unit in self.units) + len(self.unmanaged)
+        if sorted(self.order) != list(range(count)):
+            raise InternalError(f"{len(self.order)} rows of {count} are in the order of model.parameters()")
+
+    @cached_property
+    def rows(self) -> tuple[Parameter, ...]:
+        """Every parameter by the number of its row."""
+        return (*(param for unit in self.units for param in unit.params), *self.unmanaged)
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names in the order of ``model.parameters()``."""
+        return tuple(self.rows[row].name for row in self.order)
+
+    @cached_property
+    def shared(self) -> tuple[tuple[str, str], ...]:
+        """(later name, first name) of shared parameters."""
+        return tuple((later, self.rows[row].name) for later, row in self.tied)
+
+    @cached_property
+    def groups(self) -> Groups | None:
+        """For each group of the optimizer its parameters in the order of their ids: names, or with
+        ``use_orig_params=False`` the ``key`` of a unit. None if unknown, which means one group in the order of
+        ``model.parameters()``. For several optimizers, until ``of_optimizer`` chooses one.
+        """
+        return None if self.trained is None else self.keys_of(self.trained)
+
+    @cached_property
+    def orders(self) -> tuple[RankOrder, ...]:
+        """The groups on the ranks whose optimizers list the parameters in a different order, or lack some; ``groups``
+        lists every parameter that any rank has.
+        """
+        return tuple(RankOrder(of_ranks.ranks, self.keys_of(of_ranks.trained)) for of_ranks in self.by_rank)
+
+    @cached_property
+    def optimizers(self) -> tuple[tuple[str, Groups], ...]:
+        """The groups of each of several optimizers, by the name of its section; ``groups`` is None then."""
+        return tuple((name, self.keys_of(trained)) for name, trained in self.by_optimizer)
+
+    @cached_property
+    def rows_of(self) -> Mapping[str, tuple[RowNumber, ...]]:
+        """The rows of everything that an optimizer can hold, by its key."""
+        return keys_of_rows(self.units, self.unmanaged, use_orig_params=self.use_orig_params)
+
+    @cached_property
+    def _key_of(self) -> Mapping[RowNumber, str]:
+        return {row: key for key, rows in self.rows_of.items() for row in rows}
+
+    def keys_of(self, groups: RowGroups) -> Groups:
+        """What an optimizer with these ``groups`` holds."""
+        return tuple(tuple(dict.fromkeys(map(self._key_of.__getitem__, rows))) for rows in groups)
+
+    def with_groups(self, groups: Groups | None) -> Units:
+        """The same with the groups of another optimizer, by keys. Raises InternalError for one that it cannot hold."""
+        if groups is None:
+            return replace(self, trained=None)
+        unknown = [key for group in groups for key in group if key not in self.rows_of]
+        if unknown:
+            raise InternalError(f"{unknown[0]} is nothing that an optimizer of these units holds")
+        return replace(self, trained=rows_of_keys(groups, self.rows_of))
 
     def params(self) -> dict[str, Parameter]:
         """Every original parameter by name, in the order of units, unmanaged ones last."""
@@ -162,11 +226,9 @@ class Units:
         """``groups`` by original names; those in a flat parameter in the order of ``model.parameters()``."""
         if self.groups is None or self.use_orig_params:
             return self.groups
-        position = {name: index for index, name in enumerate(self.parameters)}
-        named: list[tuple[str, ...]] = []
-        for group in self.groups:
-            named.append(tuple(sorted(self.names_of(group), key=lambda name: position.get(name, -1))))
-        return tuple(named)
+        position = {row: place for place, row in enumerate(self.order)}
+        in_order = (sorted(rows, key=position.__getitem__) for rows in self.trained or ())
+        return tuple(tuple(self.rows[row].name for row in rows) for rows in in_order)
 
     def names_of(self, keys: Iterable[str]) -> list[str]:
         """The names in the flat parameters ``keys``; a key of any other parameter is its name."""
@@ -178,18 +240,40 @@ class Units:
 
     def of_optimizer(self, names: Iterable[str]) -> Units | None:
         """The same with the groups of the optimizer that is recorded under the first of ``names``; None if none is."""
-        recorded = dict(self.optimizers)
-        groups = next((recorded[name] for name in names if name in recorded), None)
-        return None if groups is None else replace(self, groups=groups)
+        recorded = dict(self.by_optimizer)
+        trained = next((recorded[name] for name in names if name in recorded), None)
+        return None if trained is None else replace(self, trained=trained)
 
     @property
     def of_one_optimizer(self) -> bool:
         """Whether ``groups`` are those of one of several optimizers, chosen by its name."""
-        return self.groups is not None and bool(self.optimizers)
+        return self.trained is not None and bool(self.by_optimizer)
 
     def groups_of(self, rank: int) -> Groups | None:
         """The groups of the optimizer on ``rank``; None as for ``groups``."""
         return next((order.groups for order in self.orders if rank in order.ranks), self.groups)
+
+
+def keys_of_rows(
+    units: Iterable[Unit], unmanaged: Iterable[Parameter], *, use_orig_params: bool
+) -> dict[str, tuple[RowNumber, ...]]:
+    """The rows of everything that an optimizer can hold, by its key: a flat parameter's, or the one of a name."""
+    found: dict[str, tuple[RowNumber, ...]] = {}
+    first = 0
+    for unit in units:
+        numbers = range(first, first + len(unit.params))
+        if use_orig_params:
+            found.update({param.name: (row,) for row, param in enumerate(unit.params, first)})
+        else:
+            found[unit.key] = tuple(numbers)
+        first = numbers.stop
+    found.update({param.name: (row,) for row, param in enumerate(unmanaged, first)})
+    return found
+
+
+def rows_of_keys(groups: Groups, rows_of: Mapping[str, tuple[RowNumber, ...]]) -> RowGroups:
+    """The rows of ``groups``. ``rows_of``: of each key."""
+    return tuple(tuple(chain.from_iterable(rows_of[key] for key in group)) for group in groups)
 
 
 def _sharded(params: tuple[Parameter, ...], *, sharded: bool) -> tuple[Parameter, ...]:
@@ -254,80 +338,6 @@ def _listed(root: _Module, *, last: bool) -> list[str]:
     return keys
 
 
-def flaws(units: Units) -> list[str]:
-    """Everything that contradicts itself in ``units``, one sentence each; empty if they describe one model."""
-    result = [*_repeated(units), *_orders(units)]
-    for unit in units.units:
-        result.extend(_unit_flaws(unit, use_orig_params=units.use_orig_params))
-    for param in units.params().values():
-        result.extend(_stride_flaws(param))
-    result.extend(_shared_flaws(units))
-    result.extend(_rank_flaws(units))
-    return result
-
-
-def _repeated(units: Units) -> Iterator[str]:
-    names = [param.name for unit in units.units for param in unit.params] + [p.name for p in units.unmanaged]
-    yield from (f"parameter {name} is listed {times} times" for name, times in _repeated_keys(names))
-    yield from (
-        f"{unit_text(prefix)} is listed {times} times"
-        for prefix, times in _repeated_keys(u.prefix for u in units.units)
-    )
-    yield from (f"parameters: {name} is listed {times} times" for name, times in _repeated_keys(units.parameters))
-    for where, groups in _all_groups(units):
-        listed = [key for group in groups for key in group]
-        yield from (f"{where}: {key} is listed {times} times" for key, times in _repeated_keys(listed))
-    names = [name for name, _ in units.optimizers]
-    yield from (f"optimizers: {name} is listed {times} times" for name, times in _repeated_keys(names))
-
-
-def _all_groups(units: Units) -> list[tuple[str, Groups]]:
-    """The groups of every optimizer, and where they stand."""
-    return [("groups", units.groups or ()), *((f"optimizers.{name}", groups) for name, groups in units.optimizers)]
-
-
-def _repeated_keys(names: Iterable[_Item]) -> list[tuple[_Item, int]]:
-    return [(name, times) for name, times in Counter(names).items() if times > 1]
-
-
-def _orders(units: Units) -> Iterator[str]:
-    """``parameters`` has every parameter; ``groups`` has only what an optimizer of the wrapped model could hold."""
-    params = set(units.params())
-    listed = set(units.parameters)
-    unknown = [name for name in units.parameters if name not in params]
-    yield from (f"parameters: {name} is in no unit and not listed as unmanaged" for name in unknown)
-    yield from (f"parameters: {name} is missing" for name in units.params() if name not in listed)
-    yield from _misplaced(units)
-    unmanaged = {param.name for param in units.unmanaged}
-    keys = params if units.use_orig_params else {unit.key for unit in units.units} | unmanaged
-    kind = "parameter" if units.use_orig_params else "flat parameter or unmanaged parameter"
-    for where, groups in _all_groups(units):
-        listed_keys = chain(*groups)
-        yield from (f"{where}: {key} is not a {kind} of these units" for key in listed_keys if key not in keys)
-    for number, order in enumerate(units.orders):
-        yield from (f"orders[{number}]: {text}" for text in _order_flaws(order, units.groups or ()))
-
-
-def _order_flaws(order: RankOrder, groups: Groups) -> Iterator[str]:
-    if len(order.groups) != len(groups):
-        yield f"{len(order.groups)} groups, and groups has {len(groups)}"
-        return
-    for index, (of_ranks, of_all) in enumerate(zip(order.groups, groups, strict=True)):
-        keys = set(of_all)
-        yield from (f"{key} is not in group {index} of groups" for key in of_ranks if key not in keys)
-        yield from (f"{key} is listed {times} times" for key, times in _repeated_keys(of_ranks))
-
-
-def _misplaced(units: Units) -> Iterator[str]:
-    """A unit has its parameters in the order of ``model.parameters()``; shared ones may come earlier elsewhere."""
-    shared = {first for _, first in units.shared}
-    position = {name: index for index, name in enumerate(units.parameters) if name not in shared}
-    for unit in units.units:
-        wrong = first_misplaced([param.name for param in unit.params], position)
-        if wrong is not None:
-            yield f"{unit} lists {wrong[0]} where `parameters` lists {wrong[1]}"
-
-
 def first_misplaced(names: Iterable[str], position: Mapping[str, int]) -> tuple[str, str] | None:
     """The first of ``names`` that is not in the order of ``position``, and the name that is expected there.
 
@@ -336,58 +346,3 @@ def first_misplaced(names: Iterable[str], position: Mapping[str, int]) -> tuple[
     listed = [name for name in names if name in position]
     pairs = zip(listed, sorted(listed, key=position.__getitem__), strict=True)
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
-
-
-def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
-    """What FSDP1 refuses to flatten: see ``FlatParamHandle._validate_tensors_to_flatten``."""
-    if not any(param.numel for param in unit.params):
-        yield f"{unit} has no {'elements' if unit.params else 'parameters'}"
-    for param, following in pairwise(unit.params):
-        if param.dtype != following.dtype:
-            dtypes = f"{param.name} is {param.dtype.name} and {following.name} {following.dtype.name}"
-            yield f"{unit}: {dtypes}; all parameters of a unit must share one dtype"
-        if not use_orig_params and param.requires_grad != following.requires_grad:
-            yield f"{unit}: only one of {param.name} and {following.name} requires gradients"
-    inside = f"{unit.prefix}." if unit.prefix else ""
-    outside = [p.name for p in unit.params if not p.name.startswith(inside) or p.name == inside]
-    yield from (f"{unit}: {name} is outside of it" for name in outside)
-
-
-def _stride_flaws(param: Parameter) -> Iterator[str]:
-    """A stride must be dense: FSDP1 flattens ``numel`` elements in memory order."""
-    if param.stride is None:
-        return
-    if len(param.stride) != len(param.shape):
-        yield f"{param.name}: {len(param.stride)} strides for {len(param.shape)} dimensions"
-        return
-    step = 1 if param.numel else 0
-    for dim in reversed(param.order or range(len(param.shape))):
-        if step and param.shape[dim] > 1 and param.stride[dim] != step:
-            yield f"{param.name}: strides {list(param.stride)} leave gaps between the elements of {list(param.shape)}"
-            return
-        step *= param.shape[dim]
-
-
-def _shared_flaws(units: Units) -> Iterator[str]:
-    params = units.params()
-    yield from (
-        f"shared: {later} is listed {n} times" for later, n in _repeated_keys(later for later, _ in units.shared)
-    )
-    for later, first in units.shared:
-        if first not in params:
-            yield f"shared: {first}, whose other name is {later}, is not a parameter of these units"
-        if later in params:
-            yield f"shared: {later} is another name of {first}, and a parameter of its own"
-
-
-def _rank_flaws(units: Units) -> Iterator[str]:
-    world_size, shard_size = units.world_size, units.shard_size
-    ranks = [rank for order in units.orders for rank in order.ranks]
-    yield from (f"orders: rank {rank} has {times}" for rank, times in _repeated_keys(ranks))
-    yield from (f"orders: there is no rank {rank}" for rank in ranks if world_size is None or rank >= world_size)
-    if world_size is not None and shard_size is not None and world_size % shard_size:
-        yield f"shard_size: {world_size} ranks cannot be divided into sharding groups of {shard_size}"
-    if shard_size not in (None, world_size) and any(
-        unit.strategy in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP) for unit in units.units
-    ):
-        yield f"shard_size: only hybrid-shard and no-shard may have sharding groups of {shard_size} ranks"

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, Units, flaws
+from fsdpckpt.ir.unit_lists import ContradictoryUnitsError, flaws, units_of_lists
+from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, Units
 from fsdpckpt.ir.values import Json
 from fsdpckpt.text import truncate
 from fsdpckpt.version import __version__
@@ -180,13 +181,20 @@ def decode(document: object, *, source: str) -> Units:
         if len(wrong) >= _MAX_WRONG:
             raise _TooManyWrongError
 
-    units: Units | None = None
+    fields: dict[str, Any] | None = None
     with suppress(_TooManyWrongError):
-        units = _UNITS(document, "", complain)
-    texts = [text for _, text in wrong] or (flaws(units) if units is not None else [])
-    if not texts and units is not None:
-        return units
-    count = f"{len(texts)} of its fields are wrong" + (", and more" if units is None else "")
+        fields = _UNITS(document, "", complain)
+    texts = [text for _, text in wrong]
+    if not texts and fields is not None:
+        try:
+            units = units_of_lists(**fields)
+            texts = flaws(units)
+        except ContradictoryUnitsError as error:
+            texts = error.flaws
+        else:
+            if not texts:
+                return units
+    count = f"{len(texts)} of its fields are wrong" + (", and more" if fields is None else "")
     raise SourceCorruptError(
         f"{source}: not a valid units file: {count if len(texts) > 1 else texts[0]}",
         details=texts if len(texts) > 1 else (),
@@ -337,7 +345,7 @@ _HEAD: Mapping[str, _Reader] = {
     "how": _NAMES,
 }
 _UNITS = _record(
-    lambda **fields: Units(**{name: value for name, value in fields.items() if name not in _HEAD}),
+    lambda **fields: {name: value for name, value in fields.items() if name not in _HEAD},
     {
         **_HEAD,
         "units": _list_of(_UNIT),

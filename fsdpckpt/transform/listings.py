@@ -110,8 +110,7 @@ def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:
 
 def units_names(units: Units, source: str) -> Listing:
     """The parameters of units, in the order of ``model.parameters()``."""
-    params = units.params()
-    return Listing(tuple(params[name] for name in units.parameters), source, shared=units.shared)
+    return Listing(tuple(units.rows[row] for row in units.order), source, shared=units.shared)
 
 
 def unwrapped_names(units: Units, source: str) -> Listing:

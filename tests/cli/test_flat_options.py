@@ -10,12 +10,13 @@ import pytest
 
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Unit, Units
+from fsdpckpt.ir.unit_lists import units_of_lists
+from fsdpckpt.ir.units import Unit
 from fsdpckpt.ir.units_json import encode
 from tests.cli.conftest import Run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-OTHER = Units(
+OTHER = units_of_lists(
     (Unit("", (Parameter("other.weight", (7, 5), DTYPES["float32"]),)),),
     use_orig_params=False,
     parameters=("other.weight",),

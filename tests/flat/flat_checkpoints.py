@@ -14,6 +14,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import Shard, Sharded, Slices
 from fsdpckpt.ir.tensors import Chunks, Tensor
+from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Strategy, Unit, Units
 
 FLOAT = DTYPES["float32"]
@@ -26,7 +27,7 @@ def unit(prefix: str, shapes: Mapping[str, tuple[int, ...]], **more: object) -> 
 
 def units_of(*units: Unit, use_orig_params: bool, **more: object) -> Units:
     names = tuple(param.name for one in units for param in one.params)
-    return Units(units, use_orig_params, more.pop("parameters", names), **more)  # type: ignore[arg-type]
+    return units_of_lists(units, more.pop("parameters", names), use_orig_params=use_orig_params, **more)  # type: ignore[arg-type]
 
 
 @dataclass

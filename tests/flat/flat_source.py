@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.listings import listed_names
@@ -44,7 +45,7 @@ def units(*, orig: bool, strategy: Strategy = Strategy.FULL_SHARD, dtype: str = 
     root = Unit("", tuple(param(name, dtype=dtype) for name in ("top", "a.weight", "a.bias")), strategy)
     inner = Unit("b", tuple(param(name, dtype=dtype) for name in ("b.weight", "b.bias")), strategy)
     settings: dict[str, Any] = {"parameters": ORDER, **more}
-    return Units((root, inner), orig, **settings)
+    return units_of_lists((root, inner), use_orig_params=orig, **settings)
 
 
 @dataclass
@@ -96,7 +97,7 @@ def written(
 ) -> Target:  # fmt: skip
     source = model.checkpoint() if ckpt is None else ckpt
     if of.groups is None and source.optim is not None and source.optim.param_groups is not None:
-        of = replace(of, groups=keyed_groups(of, listed_names(source.optim)))
+        of = of.with_groups(keyed_groups(of, listed_names(source.optim)))
     if not of.use_orig_params:
         require_complete(source, of)
         require_equal_states(source, of, _RawSources(model.raw))

@@ -81,7 +81,7 @@ FLAT, ORIG = units(), units(orig=True)
 NONE, ORIG_NONE = units(strategy=Strategy.NO_SHARD), units(orig=True, strategy=Strategy.NO_SHARD)
 OUTSIDE = units(without=("l.weight", "l.bias"))
 KEYS = ("_flat_param", "l._flat_param")
-KEYED = replace(ORIG, groups=(NAMES,))
+KEYED = ORIG.with_groups((NAMES,))
 NO_FLAT = "the checkpoint has no flat parameter l._flat_param"
 SLICES = raw(FLAT).state[0]["exp_avg"]
 PROVED_STATES = "states have the units' number of elements on every rank"
@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
     "an entry of the user": Case(ORIG, optim=with_states(BY_NAME, "user", table=whole(3))),
     "ids without groups": Case(FLAT, optim=Optimizer.of(raw(FLAT).state, None)),
     "ids without groups in the order of recorded ones": Case(
-        replace(FLAT, groups=(KEYS[::-1],)), optim=Optimizer.of(raw(FLAT).state, None),
+        FLAT.with_groups((KEYS[::-1],)), optim=Optimizer.of(raw(FLAT).state, None),
         keys={0: "l._flat_param", 1: "_flat_param"}),
     "an id beyond the units": Case(
         FLAT, ["optim 2: the units have 2 parameters"],
@@ -206,7 +206,7 @@ CASES: dict[str, Case] = {
         FLAT, ["optim 0 (_flat_param) exp_avg_sq: 4 elements on every rank in the units, found 4, 4, 4, 5"],
         optim=with_states(raw(FLAT), 0, step=whole(), exp_avg=SLICES, exp_avg_sq=cut([4, 4, 4, 5]), note=None)),
     "a matrix for a slice": Case(
-        replace(FLAT, groups=(KEYS,)),
+        FLAT.with_groups((KEYS,)),
         ["optim 0 (_flat_param) exp_avg: 4 elements on every rank in the units, found shape [4, 4]"],
         optim=with_states(raw(FLAT), 0, exp_avg=whole(4, 4))),
     "one number a rank beside a slice": Case(
@@ -276,7 +276,7 @@ CASES: dict[str, Case] = {
         ORIG, optim=raw(ORIG, groups=BY_TWO, param_names=BY_TWO), groups=BY_TWO,
         proved=["4 param_names of the groups agree with the units", f"8 optimizer {PROVED_STATES}"]),
     "groups that the units have, too": Case(
-        replace(ORIG, groups=BY_TWO), optim=raw(ORIG, groups=BY_TWO, param_names=BY_TWO), groups=BY_TWO),
+        ORIG.with_groups(BY_TWO), optim=raw(ORIG, groups=BY_TWO, param_names=BY_TWO), groups=BY_TWO),
     "param_names of an unknown parameter": Case(
         ORIG, ["param_names: x is not among the units' parameters"], optim=raw(ORIG, param_names=[[*NAMES[:3], "x"]])),
     "param_names in another order": Case(
@@ -295,10 +295,10 @@ CASES: dict[str, Case] = {
         ORIG, ["optim: the groups list x, which the units do not have"],
         optim=Optimizer.of(BY_NAME.state, [{"params": [*NAMES, "x"]}])),
     "fewer groups than the units": Case(
-        replace(FLAT, groups=((KEYS[0],), (KEYS[1],))), ["the optimizer has 1 param groups, the units have 2"],
+        FLAT.with_groups(((KEYS[0],), (KEYS[1],))), ["the optimizer has 1 param groups, the units have 2"],
         optim=raw(FLAT)),
     "a smaller group": Case(
-        replace(FLAT, groups=(KEYS,)), ["param group 0 lists 1 parameter, the units have 2"],
+        FLAT.with_groups((KEYS,)), ["param group 0 lists 1 parameter, the units have 2"],
         optim=raw(FLAT, groups=[[KEYS[0]]])),
     "groups that nothing tells": Case(
         FLAT, ["the optimizer has 2 param groups, and the units do not say which parameters are in which"],
@@ -307,7 +307,7 @@ CASES: dict[str, Case] = {
         FLAT, ["the optimizer has 2 param groups, and the units do not say which parameters are in which"],
         optim=Optimizer.of(raw(FLAT).state, [{"params": [0, 1]}, {"lr": 0.1}])),
     "a group without parameters that the units have": Case(
-        replace(FLAT, groups=(KEYS, ())), optim=Optimizer.of(raw(FLAT).state, [{"params": [0, 1]}, {"lr": 0.1}])),
+        FLAT.with_groups((KEYS, ())), optim=Optimizer.of(raw(FLAT).state, [{"params": [0, 1]}, {"lr": 0.1}])),
     "a group without what is frozen": Case(FROZEN, optim=raw(FROZEN, groups=[["_flat_param"]])),
     "a group with what is frozen": Case(FROZEN, optim=raw(FROZEN)),
     "a group of names without what is frozen": Case(FROZEN_ORIG, optim=raw(FROZEN_ORIG, groups=[NAMES[:3]])),

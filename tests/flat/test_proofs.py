@@ -95,7 +95,7 @@ def test_each_param_group_may_begin_with_a_constant_of_its_own(tmp_path: Path, c
         played.data[-1][end - 8 : end] = values.tobytes()
     optim = optim.with_groups([{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}])
     checkpoint = written(played, tmp_path, optim=optim)
-    units = replace(units, groups=(("_flat_param",), ("l._flat_param",)))
+    units = units.with_groups((("_flat_param",), ("l._flat_param",)))
     with Sources() as sources:
         if changed is None:
             assert require_padding(checkpoint, proved(checkpoint, units), sources) == 4

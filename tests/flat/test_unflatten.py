@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
+from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
@@ -22,6 +23,7 @@ from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Key, Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
 from tests.ir.optimizers import with_setting
+from tests.ir.relisted import relisted
 from tests.materialise import gather
 
 ROOT = {"e.weight": (17, 9), "h.weight": (17, 9), "h.bias": (17,)}
@@ -385,7 +387,9 @@ def test_same_sized_parameters_in_another_order_are_contradicted_by_the_names_of
     checkpoint.model = ModelState(dict(whole))
     assert isinstance(match(checkpoint, units), FlatMatch)
     first = units.units[0].params
-    swapped = replace(units, units=(replace(units.units[0], params=(first[1], first[0], *first[2:])), *units.units[1:]))
+    swapped = relisted(
+        units, units=(replace(units.units[0], params=(first[1], first[0], *first[2:])), *units.units[1:])
+    )
     assert "the order of parameters differs" in contradictions(checkpoint, swapped)
 
 
@@ -402,7 +406,7 @@ def test_names_in_the_groups_settle_several_groups_and_contradict_others() -> No
     require_states(named(checkpoint, units), played, truth)
     checkpoint.optim = with_setting(checkpoint.optim, 0, param_names=[names[1], names[0], *names[2:4]])
     assert "shape" in contradictions(checkpoint, units) or "elements" in contradictions(checkpoint, units)
-    keyed_groups = replace(units, groups=(units.parameters[:4], units.parameters[4:]))
+    keyed_groups = relisted(units, groups=(units.parameters[:4], units.parameters[4:]))
     assert "in param_names" in contradictions(checkpoint, keyed_groups)
 
 
@@ -418,7 +422,8 @@ def test_two_groups_without_names_need_units_that_say_who_is_in_them() -> None:
 def test_a_flat_parameter_that_the_units_do_not_have_is_named() -> None:
     units = toy(use_orig_params=False)
     _, checkpoint, _ = raw(units, 3, model=True)
-    assert "l.1._flat_param" in contradictions(checkpoint, replace(units, units=units.units[:2]))
+    fewer = NameChanges(lambda name: not name.startswith("l.1."), str).applied_to(units)
+    assert "l.1._flat_param" in contradictions(checkpoint, fewer)
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)

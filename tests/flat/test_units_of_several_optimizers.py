@@ -25,6 +25,7 @@ from tests.flat.test_several_optimizers import (
     save,
     twins,
 )
+from tests.ir.relisted import relisted
 from tests.oracle.compare import differences
 from tests.oracle.fake_group import as_rank
 
@@ -195,4 +196,4 @@ def test_several_optimizers_that_differ_by_rank_are_refused() -> None:
     moved = tuple((name, groups[::-1]) for name, groups in usual.optimizers)
     assert with_orders({None: usual}) == usual
     with pytest.raises(SourceUnsupportedError, match="list their parameters in different orders"):
-        with_orders({None: usual, 1: replace(usual, optimizers=moved)})
+        with_orders({None: usual, 1: relisted(usual, optimizers=moved)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +13,14 @@ from hypothesis import given, settings
 from fsdpckpt.errors import SourceCorruptError, SourceError, SourceUnrecognisedError, SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units, flaws
+from fsdpckpt.ir.unit_lists import flaws, units_of_lists
+from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units
 from fsdpckpt.ir.units_json import MAX_BYTES, VERSION, decode, encode, loads, render
+from tests.ir.relisted import relisted
 from tests.ir.units_strategy import any_units
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
-EXAMPLE = Units(
+EXAMPLE = units_of_lists(
     units=(
         Unit("", (Parameter("e.weight", (17, 9), F32), Parameter("h.bias", (3,), F32)), Strategy.FULL_SHARD, BF16),
         Unit("l.0", (Parameter("l.0.c.weight", (2, 4, 5, 3), F32, (60, 1, 12, 4), False),), Strategy.NO_SHARD),
@@ -170,7 +171,7 @@ def test_fields_that_contradict_each_other_are_told(change: Callable[[Any], obje
 def test_the_strides_of_a_large_channels_last_parameter_are_read() -> None:
     shape, stride = (8192, 16384, 3, 3, 3), (442368, 1, 147456, 49152, 16384)
     param = Parameter("conv.weight", shape, DTYPES["float32"], stride=stride)
-    units = Units((Unit("", (param,)),), True, ("conv.weight",))
+    units = units_of_lists((Unit("", (param,)),), ("conv.weight",), use_orig_params=True)
     assert decode(encode(units), source="x") == units
 
 
@@ -197,7 +198,7 @@ def test_another_document_is_not_taken_for_units(document: object) -> None:
 
 def test_orders_of_ranks_are_version_2_and_checked_against_the_groups() -> None:
     orders = (RankOrder((1, 4), (("free", "h.bias"), ())), RankOrder((2,), (("h.bias",), ("e.weight",))))
-    units = replace(EXAMPLE, orders=orders)
+    units = relisted(EXAMPLE, orders=orders)
     document = encode(units)
     assert (encode(EXAMPLE)["version"], document["version"]) == (1, 2)
     assert "orders" not in encode(EXAMPLE)
@@ -252,9 +253,9 @@ def test_not_a_number_is_no_number() -> None:
 def test_a_unit_in_another_order_than_its_parameters_is_found() -> None:
     """Two parameters of one shape: no length in any checkpoint would show that they are swapped."""
     first, second = Parameter("a.weight", (7, 5), F32), Parameter("b.weight", (7, 5), F32)
-    units = Units((Unit("", (first, second)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
+    units = units_of_lists((Unit("", (first, second)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
     assert flaws(units) == []
-    swapped = Units((Unit("", (second, first)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
+    swapped = units_of_lists((Unit("", (second, first)),), use_orig_params=False, parameters=("a.weight", "b.weight"))
     assert flaws(swapped) == ["the root unit lists b.weight where `parameters` lists a.weight"]
 
 

@@ -11,7 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Unit, Units
+from fsdpckpt.ir.unit_lists import units_of_lists
+from fsdpckpt.ir.units import Unit
 from fsdpckpt.transform.id_order import listed_order, lists_own_order
 
 
@@ -36,7 +37,7 @@ def param(name: str, *shape: int) -> Parameter:
     return Parameter(name, shape, DTYPES["float32"])
 
 
-UNITS = Units(
+UNITS = units_of_lists(
     units=(
         Unit("", (param("first", 2), param("last.weight", 2, 3), param("last.bias", 2))),
         Unit("inner", (param("inner.cut", 5),)),

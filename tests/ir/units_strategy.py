@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Strategy, Unit, Units
 
 __all__ = ["any_units"]
@@ -29,7 +30,7 @@ def any_units(draw: st.DrawFn) -> Units:
     unmanaged = tuple(_param(draw, f"free{n}", draw(st.sampled_from(FLOATS))) for n in range(draw(st.integers(0, 2))))
     names = [param.name for unit in units for param in unit.params] + [param.name for param in unmanaged]
     parameters = _interleaved(draw(st.permutations(names)), units)
-    built = Units(
+    built = units_of_lists(
         units=tuple(units),
         use_orig_params=use_orig_params,
         parameters=parameters,
@@ -41,7 +42,7 @@ def any_units(draw: st.DrawFn) -> Units:
     keys = draw(st.permutations(built.optimizer_keys()))
     cut = draw(st.integers(0, len(keys)))
     groups = draw(st.sampled_from([None, (), (tuple(keys[:cut]), tuple(keys[cut:])), (tuple(keys[:cut]),)]))
-    return Units(**{field: getattr(built, field) for field in Units.__slots__ if field != "groups"}, groups=groups)
+    return built.with_groups(groups)
 
 
 def _interleaved(names: Sequence[str], units: Sequence[Unit]) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ from fsdpckpt.flat.live import dtype_of, flattens_in_memory_order
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.tensors import Box
-from fsdpckpt.ir.units import Strategy, Unit, Units
+from fsdpckpt.ir.unit_lists import units_of_lists
+from fsdpckpt.ir.units import Strategy, Unit
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes, is_flat_key, layout_of, place_units
 
 F32 = DTYPES["float32"]
@@ -270,7 +271,7 @@ def test_a_thousand_units_on_four_thousand_ranks_are_laid_out_in_moments() -> No
 @pytest.mark.parametrize(("world_size", "shard_size", "shards"), [(4, None, 4), (6, 2, 2), (1, None, 1), (3, 1, 1)])
 def test_units_are_placed_in_sharding_groups_and_shards_without_elements_have_no_box(world_size, shard_size, shards):
     small, large = (Unit(prefix, (Parameter(f"{prefix}.w", (numel,), F32),)) for prefix, numel in (("a", 2), ("b", 11)))
-    units = Units((small, large), use_orig_params=False, parameters=("a.w", "b.w"), shard_size=shard_size)
+    units = units_of_lists((small, large), use_orig_params=False, parameters=("a.w", "b.w"), shard_size=shard_size)
     placed = place_units(units, world_size)
     assert [one.unit for one in placed] == [small, large]
     for one, numel in zip(placed, (2, 11), strict=True):

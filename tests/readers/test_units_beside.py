@@ -12,12 +12,13 @@ import torch
 
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.units_json import encode
 from tests.readers.contents import opened
 
 PARAM = Parameter("w", (5, 3), DTYPES["float32"])
-UNITS = Units((Unit("", (PARAM,)),), False, ("w",))
+UNITS = units_of_lists((Unit("", (PARAM,)),), ("w",), use_orig_params=False)
 OTHER = replace(UNITS, use_orig_params=True)
 
 

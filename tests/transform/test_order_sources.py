@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, Origin
@@ -11,8 +10,10 @@ from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import Slices, Whole
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.units import Unit, Units
+from fsdpckpt.ir.unit_lists import units_of_lists
+from fsdpckpt.ir.units import Unit
 from fsdpckpt.transform.order_sources import from_model, from_units
+from tests.ir.relisted import relisted
 from tests.transform.orders import order_of
 
 F32 = DTYPES["float32"]
@@ -66,7 +67,7 @@ def test_one_place_is_one_parameter_and_equal_checksums_may_be() -> None:
 
 def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
     params = (Parameter("a", (3, 2), F32), Parameter("b", (4,), F32), Parameter("c", (5,), F32, requires_grad=False))
-    units = Units(
+    units = units_of_lists(
         (Unit("", params[:2]),), use_orig_params=False, parameters=("b", "a", "c"), unmanaged=params[2:],
         shared=(("z", "a"),), groups=(("c",), ("_flat_param",)),
     )  # fmt: skip
@@ -75,9 +76,9 @@ def test_units_say_shapes_groups_and_what_may_lack_a_state() -> None:
     assert (found.source, found.authoritative, found.complete) == ("units.json", True, True)
     assert (found.uncertain, found.groups, found.shared) == ({"c"}, (("c",), ("b", "a")), (("z", "a"),))
     assert found.by_unit == ("c", "a", "b")
-    named = replace(units, use_orig_params=True, groups=(("c", "a"), ("b",)))
+    named = relisted(units, use_orig_params=True, groups=(("c", "a"), ("b",)))
     assert from_units(named, "x").groups == (("c", "a"), ("b",))
-    assert from_units(replace(units, groups=None), "x").groups is None
+    assert from_units(units.with_groups(None), "x").groups is None
 
 
 def test_a_module_prefix_changes_rows_and_whatever_is_said_of_them_follows() -> None:

@@ -87,11 +87,12 @@ def test_problems_of_slices_that_have_names_are_told_once(tmp_path: Path) -> Non
     """A parameter without state is a problem of its id, and with units of its name, never of both."""
     from fsdpckpt.ir.dtypes import DTYPES
     from fsdpckpt.ir.parameters import Parameter
-    from fsdpckpt.ir.units import Unit, Units
+    from fsdpckpt.ir.unit_lists import units_of_lists
+    from fsdpckpt.ir.units import Unit
     from fsdpckpt.ir.units_json import encode, render
 
     params = [Parameter(name, (8,), DTYPES["float32"]) for name in ("a", "m.b")]
-    units = Units((Unit("", (params[0],)), Unit("m", (params[1],))), False, ("a", "m.b"))
+    units = units_of_lists((Unit("", (params[0],)), Unit("m", (params[1],))), ("a", "m.b"), use_orig_params=False)
     for rank in range(2):
         state = {0: {"exp_avg": torch.randn(4, generator=torch.Generator().manual_seed(rank))}}
         groups = [{"lr": 0.1, "params": [0, 1]}]

@@ -28,7 +28,8 @@ from fsdpckpt.flat.live.save import units_of
 from fsdpckpt.flat.units import module_pattern
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Strategy, Units, flaws
+from fsdpckpt.ir.unit_lists import flaws
+from fsdpckpt.ir.units import Strategy, Units
 
 
 def units_from_model(
@@ -72,9 +73,9 @@ def units_from_model(
             replace(unit, params=tuple(map(as_built, unit.params)), strategy=strategy) for unit in wrapped.units
         ),
         # With use_orig_params=False, FSDP forgets where the ignored parameters of a module are among the others.
-        parameters=wrapped.parameters
+        order=wrapped.order
         if use_orig_params
-        else tuple(sorted(wrapped.parameters, key=positions.__getitem__)),
+        else tuple(sorted(wrapped.order, key=lambda row: positions[wrapped.rows[row].name])),
         unmanaged=tuple(map(as_built, wrapped.unmanaged)),
         world_size=None,
         shard_size=shard_size,

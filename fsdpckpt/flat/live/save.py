@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -41,7 +41,8 @@ from fsdpckpt.flat.live.modules import (
 from fsdpckpt.flat.live.unwrapped import rank_of_unwrapped, units_without_fsdp1
 from fsdpckpt.flat.units.request import units_path, write_units
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, Units, flaws, unit_text
+from fsdpckpt.ir.unit_lists import ContradictoryUnitsError, flaws, units_of_lists
+from fsdpckpt.ir.units import Groups, RankOrder, Strategy, Unit, Units, unit_text
 from fsdpckpt.ir.units_json import decode, encode
 
 _STRATEGIES = {
@@ -101,7 +102,7 @@ def units_of(model: nn.Module, optimizer: Optimizers = None) -> Units:
     outside = tuple(params_outside_units(model, names))
     world_size, shard_size = _rank_counts(modules)
     one, several = optimizer_groups(optimizer, names.keys)
-    result = Units(
+    result = _consistent(
         units=units,
         use_orig_params=use_orig_params,
         parameters=tuple(parameter_order(model, modules, names, use_orig_params=use_orig_params)),
@@ -225,15 +226,28 @@ def _require_proved(units: Units, modules: list[FsdpModule]) -> None:
     for unit, module in zip(units.units, modules, strict=True):
         wrong += contradictions(unit, module, shard_size=shard_size, use_orig_params=units.use_orig_params)
     if wrong:
-        raise InternalError(
-            "this version of fsdpckpt does not understand the units of this model",
-            details=wrong,
-            why=f"torch {torch.__version__} lays out flat parameters differently, or the model was changed after "
-            "it was wrapped",
-        )
+        raise _not_understood(wrong)
+
+
+def _consistent(**lists: Any) -> Units:
+    """The units of these lists (``units_of_lists``). Raises InternalError if they do not fit together."""
+    try:
+        return units_of_lists(**lists)
+    except ContradictoryUnitsError as error:
+        raise _not_understood(error.flaws) from None
+
+
+def _not_understood(wrong: Sequence[str]) -> InternalError:
+    return InternalError(
+        "this version of fsdpckpt does not understand the units of this model",
+        details=wrong,
+        why=f"torch {torch.__version__} lays out flat parameters differently, or the model was changed after "
+        "it was wrapped",
+    )
 
 
 _PREFIX = "fsdpckpt/units"
+_OF_RANKS = ("version", "unmanaged", "parameters", "groups", "optimizers")  # fields in which ranks may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +268,8 @@ class SharedOrders:
         if not torch.distributed.is_initialized():
             return None
         ranks = torch.distributed.get_process_group_ranks(groups[0]) if len(groups) == 1 else None
-        same = replace(units, groups=None, unmanaged=(), parameters=(), optimizers=())
-        key = f"{_PREFIX}/{_digest([encode(same), ranks, target])}"
+        same = {name: value for name, value in encode(units).items() if name not in _OF_RANKS}
+        key = f"{_PREFIX}/{_digest([same, ranks, target])}"
         try:
             store = _get_default_store()
             store.compare_set(f"{key}/probe", "", "1")
@@ -364,12 +378,18 @@ def with_orders(by_rank: Mapping[int | None, Units]) -> Units:
     for rank, of_rank in enumerate(groups):
         if of_rank != united:
             orders.setdefault(of_rank, []).append(rank)
-    return replace(
-        every[0],
-        groups=united,
-        unmanaged=_unmanaged(every),
+    first = every[0]
+    return _consistent(
+        units=first.units,
+        use_orig_params=first.use_orig_params,
         parameters=tuple(dict.fromkeys(name for units in every for name in units.parameters)),
+        unmanaged=_unmanaged(every),
+        shared=first.shared,
+        groups=united,
+        world_size=first.world_size,
+        shard_size=first.shard_size,
         orders=tuple(RankOrder(tuple(ranks), of_ranks) for of_ranks, ranks in orders.items()),
+        optimizers=first.optimizers,
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fsdpckpt.errors import UsageError
 from fsdpckpt.flat.live.modules import Optimizers, optimizer_groups, unit_param
 from fsdpckpt.ir.names import clean
+from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Units
 
 
@@ -37,7 +38,7 @@ def units_without_fsdp1(model: nn.Module, optimizer: Optimizers) -> Units:
             next_step="call it with the model that the optimizer trains",
         )
     one, several = optimizer_groups(optimizer, dict[torch.Tensor, str](names.items()))
-    return Units(
+    return units_of_lists(
         units=(),
         use_orig_params=True,
         parameters=tuple(names.values()),

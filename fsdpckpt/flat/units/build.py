@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from fsdpckpt import flags
 from fsdpckpt.errors import UsageError
@@ -50,10 +50,8 @@ class Settings:
         )
         if changed.use_orig_params == units.use_orig_params:
             return changed
-        changed = replace(changed, optimizers=())  # their keys are those of the other setting
-        if names is None:
-            return changed
-        return replace(changed, groups=keyed_groups(replace(changed, groups=None), names))
+        changed = replace(changed, by_optimizer=())  # their order is that of the other setting
+        return changed if names is None else changed.with_groups(keyed_groups(changed, names))
 
     def options(self) -> list[Wording]:
         """The options for the known settings."""
@@ -95,31 +93,33 @@ def build_units(
 
     A parameter under none of ``prefixes`` ("" is the root), or among the names ``unmanaged``, belongs to no unit.
     """
-    inside: dict[str, list[Parameter]] = {}
-    outside: list[Parameter] = []
-    for param in params:
+    inside: dict[str, list[int]] = {}  # places in ``params``
+    outside: list[int] = []
+    for place, param in enumerate(params):
         prefix = None if param.name in unmanaged else innermost_unit(param.name, prefixes)
         if prefix is None:
-            outside.append(param)
+            outside.append(place)
         else:
-            inside.setdefault(prefix, []).append(param)
+            inside.setdefault(prefix, []).append(place)
     begins = _begins(params, inside)
     # Pre-order of the modules: a module begins where its first parameter does, an outer one before an inner one.
-    order = sorted(inside, key=lambda prefix: (begins[prefix], len(prefix)))
+    ordered = sorted(inside, key=lambda prefix: (begins[prefix], len(prefix)))
+    row_of = {place: row for row, place in enumerate((*chain(*map(inside.__getitem__, ordered)), *outside))}
+    row_named = {param.name: row_of[place] for place, param in enumerate(params)}
     return Units(
         units=tuple(
             Unit(
                 prefix,
-                tuple(inside[prefix]),
+                tuple(params[place] for place in inside[prefix]),
                 settings.strategy or Strategy.FULL_SHARD,
                 settings.param_dtype,
             )
-            for prefix in order
+            for prefix in ordered
         ),
         use_orig_params=bool(settings.use_orig_params),
-        parameters=tuple(param.name for param in params),
-        unmanaged=tuple(outside),
-        shared=tuple(shared),
+        order=tuple(row_of[place] for place in range(len(params))),
+        unmanaged=tuple(params[place] for place in outside),
+        tied=tuple((later, row_named[first]) for later, first in shared if first in row_named),
         shard_size=settings.shard_size,
     )
 

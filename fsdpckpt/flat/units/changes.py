@@ -1,23 +1,22 @@
 """Takes units to the names of a target: without what is left out (``--exclude``), under new names (``--rename``).
 
-A name stands in the units' parameters, in the order of ``model.parameters()``, in the optimizer's groups and among
-shared parameters; a module's path is the prefix of a unit. Here all of them change in one step.
+A name stands in one row, and a module's path in the prefix of a unit. What is left out takes its row away, and a
+parameter that leaves its module has its row in another unit: then rows get new numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
-from typing import TypeAlias
+from itertools import chain
 
-from fsdpckpt.flat.units.build import innermost_unit, regrouped
+from fsdpckpt.flat.units.build import innermost_unit
 from fsdpckpt.globs import matches
-from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Groups, RankOrder, Unit, Units
+from fsdpckpt.ir.parameters import Parameter, RowNumber
+from fsdpckpt.ir.units import RankRows, RowGroups, Unit, Units, rows_of_keys
 
 _INSIDE = "\0"  # stands for the name of any parameter in a module
-_NewNames: TypeAlias = Mapping[str, str]  # by the old ones; what has none is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,80 +67,96 @@ class NameChanges:
 
     def applied_to(self, units: Units) -> Units:
         """``units`` of the parameters that are kept, under their new names."""
-        names = {name: self.new_name(name) for name in units.params() if self.keeps(name)}
-        shared: list[tuple[str, str]] = []
-        for later, first in units.shared:
+        names = {row: self.new_name(param.name) for row, param in enumerate(units.rows) if self.keeps(param.name)}
+        tied: list[tuple[str, RowNumber]] = []
+        for later, row in units.tied:
             if not self.keeps(later):
                 continue
-            if first in names:
-                shared.append((self.new_name(later), names[first]))
+            if row in names:
+                tied.append((self.new_name(later), row))
             else:  # left out under its first name: it has the next one from now on
-                names[first] = self.new_name(later)
+                names[row] = self.new_name(later)
         paths = {unit.prefix: self.new_path(unit.prefix) for unit in units.units}
-        same_names = len(names) == len(units.params()) and tuple(shared) == units.shared
-        if same_names and all(old == new for old, new in (*names.items(), *paths.items())):
+        same = tuple(tied) == units.tied and all(names.get(row) == param.name for row, param in enumerate(units.rows))
+        if same and all(old == new for old, new in paths.items()):
             return units
-        return replace(_with_names(units, names, paths), shared=tuple(shared))
+        return _with_names(units, names, paths, tied)
 
 
 def _same(name: str) -> str:
     return name
 
 
-def _with_names(units: Units, names: _NewNames, paths: _NewNames) -> Units:
-    """``units`` of the parameters in ``names``. A unit of which no parameter is left is none any more.
+def _with_names(
+    units: Units, names: Mapping[RowNumber, str], paths: Mapping[str, str], tied: Sequence[tuple[str, RowNumber]]
+) -> Units:
+    """The rows of ``units`` that are in ``names``, with new names. A unit of which no row is left is none any more.
 
-    A parameter is in the innermost unit of its new name. Where two units get one path, they become one, with the
-    settings of the outer one.
+    ``tied``: the later names of shared ones. ``paths``: the new ones of the units, by their prefixes. A parameter is in
+    the innermost unit of its new name. Where two units get one path, they become one, with the settings of the outer
+    one.
     """
-    by_path: dict[str, Unit] = {}
+    outer: dict[str, Unit] = {}
     for unit in sorted(units.units, key=lambda unit: len(unit.prefix)):
-        by_path.setdefault(paths[unit.prefix], unit)
-    members: dict[str, list[Parameter]] = {path: [] for path in by_path}
-    joined: set[str] = set()  # paths of units that have parameters of several old ones
-    for unit in units.units:
-        for param in unit.params:
-            if param.name in names:
-                name = names[param.name]
-                path = innermost_unit(name, by_path)
-                path = paths[unit.prefix] if path is None else path
-                if path != paths[unit.prefix] or by_path[path] is not unit:
-                    joined.add(path)
-                members[path].append(replace(param, name=name))
-    parameters = tuple(names[name] for name in units.parameters if name in names)
-    position = {name: index for index, name in enumerate(parameters)}
-    for path in joined:
-        members[path].sort(key=lambda param: position[param.name])
-    order = dict.fromkeys(paths[unit.prefix] for unit in units.units)
-    renamed = replace(
+        outer.setdefault(paths[unit.prefix], unit)
+    inside = _rows_by_path(units, names, paths, outer)
+    outside = [row for row in range(len(units.rows) - len(units.unmanaged), len(units.rows)) if row in names]
+    became = {row: new for new, row in enumerate((*chain(*inside.values()), *outside))}
+
+    def renamed(rows: Iterable[RowNumber]) -> tuple[Parameter, ...]:
+        return tuple(replace(units.rows[row], name=names[row]) for row in rows)
+
+    changed = replace(
         units,
-        units=tuple(
-            replace(by_path[path], prefix=path, params=tuple(members[path])) for path in order if members[path]
-        ),
-        parameters=parameters,
-        unmanaged=tuple(replace(param, name=names[param.name]) for param in units.unmanaged if param.name in names),
-        shared=(),
-        groups=None,
-        orders=(),
-        optimizers=(),
+        units=tuple(replace(outer[path], prefix=path, params=renamed(rows)) for path, rows in inside.items()),
+        order=tuple(became[row] for row in units.order if row in became),
+        unmanaged=renamed(outside),
+        tied=tuple((later, became[row]) for later, row in tied),
+        trained=None,
+        by_rank=(),
+        by_optimizer=(),
     )
-    by_name = [(name, _groups(units, groups, renamed, names)) for name, groups in units.optimizers]
-    known = tuple((name, groups) for name, groups in by_name if groups is not None)
-    if units.groups is None:
-        return replace(renamed, optimizers=known)
-    orders = [(order.ranks, _groups(units, order.groups, renamed, names)) for order in units.orders]
+    by_rank: list[RankRows] = []
+    for order in units.by_rank if units.trained is not None else ():
+        trained = _followed(order.trained, became, changed)
+        by_rank += [] if trained is None else [RankRows(order.ranks, trained)]
+    by_optimizer: list[tuple[str, RowGroups]] = []
+    for name, groups in units.by_optimizer:
+        trained = _followed(groups, became, changed)
+        by_optimizer += [] if trained is None else [(name, trained)]
     return replace(
-        renamed,
-        optimizers=known,
-        groups=_groups(units, units.groups, renamed, names),
-        orders=tuple(RankOrder(ranks, groups) for ranks, groups in orders if groups is not None),
+        changed,
+        trained=None if units.trained is None else _followed(units.trained, became, changed),
+        by_rank=tuple(by_rank),
+        by_optimizer=tuple(by_optimizer),
     )
 
 
-def _groups(units: Units, groups: Groups, renamed: Units, names: _NewNames) -> Groups | None:
-    """``groups`` of ``units`` as those of ``renamed``; None if a flat parameter would be in two of them."""
-    listed: list[list[str]] = []
-    for group in groups:
-        originals = group if units.use_orig_params else units.names_of(group)
-        listed.append([names[name] for name in originals if name in names])
-    return regrouped(renamed, listed)
+def _rows_by_path(
+    units: Units, names: Mapping[RowNumber, str], paths: Mapping[str, str], outer: Mapping[str, Unit]
+) -> dict[str, list[RowNumber]]:
+    """The rows of each unit under its new path. ``outer``: the unit of ``units`` whose settings each path has."""
+    inside: dict[str, list[RowNumber]] = {paths[unit.prefix]: [] for unit in units.units}
+    joined: set[str] = set()  # paths of units that have rows of several old ones
+    numbers = iter(range(len(units.rows)))
+    for unit in units.units:
+        own = paths[unit.prefix]
+        for _, row in zip(unit.params, numbers, strict=False):  # in this order: the first one ends it
+            if row not in names:
+                continue
+            path = innermost_unit(names[row], outer)
+            path = own if path is None else path
+            if path != own or outer[path] is not unit:
+                joined.add(path)
+            inside[path].append(row)
+    position = {row: place for place, row in enumerate(units.order)}
+    for path in joined:
+        inside[path].sort(key=position.__getitem__)
+    return {path: rows for path, rows in inside.items() if rows}
+
+
+def _followed(groups: RowGroups, became: Mapping[RowNumber, RowNumber], units: Units) -> RowGroups | None:
+    """What ``groups`` are among the rows of ``units``; None if a flat parameter would be in two of them."""
+    keys = units.keys_of(tuple(tuple(became[row] for row in rows if row in became) for rows in groups))
+    divided = sum(map(len, keys)) != len(set().union(*keys))
+    return None if divided else rows_of_keys(keys, units.rows_of)

@@ -80,7 +80,7 @@ def infer(
                     description, ("the optimizer's states have other shapes than the parameters",)
                 )
             for groups in assignments:
-                result = match(checkpoint, units if groups is None else replace(units, groups=groups))
+                result = match(checkpoint, units if groups is None else units.with_groups(groups))
                 if isinstance(result, FlatMatch):
                     matches.append(_Matched(candidate, result))
                 elif nearest is None or len(result.contradictions) + result.uncompared < distance:
@@ -103,7 +103,7 @@ def _require_no_exchange(checkpoint: Checkpoint, chosen: _Matched, wanted: Setti
         candidate = replace(alternative, groups=chosen.candidate.groups)
         for units, assignments in _with_settings(checkpoint, candidate, wanted):
             for groups in assignments:
-                result = match(checkpoint, units if groups is None else replace(units, groups=groups))
+                result = match(checkpoint, units if groups is None else units.with_groups(groups))
                 if isinstance(result, FlatMatch):
                     raise _ambiguous(checkpoint, [chosen, _Matched(candidate, result)])
 

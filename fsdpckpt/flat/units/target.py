@@ -36,7 +36,8 @@ from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.names import revisits_a_module
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.row_names import rename_shared_states
-from fsdpckpt.ir.units import Strategy, Unit, Units, flaws
+from fsdpckpt.ir.unit_lists import flaws
+from fsdpckpt.ir.units import Strategy, Unit, Units
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.listings import listed_names, units_names, unwrapped_names
@@ -76,7 +77,7 @@ def target_units(
     units = _without_groups_of_another(units, checkpoint)
     listed = given_groups(checkpoint, request, units.parameters)
     grouped = optimizer_groups(units, checkpoint, source_units, listed, by_user=request.parameters is not None)
-    units = replace(units, world_size=world_size, groups=grouped.groups, optimizers=())
+    units = replace(units.with_groups(grouped.groups), world_size=world_size, by_optimizer=())
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
     require_agreement(units, request, sources, described)
@@ -146,7 +147,7 @@ def _wrapping(
     if source_units is not None and source_units.groups is not None:
         # With original parameters the order is the optimizer's own; flat parameters have one of their own.
         grouped = regrouped if units.use_orig_params else keyed_groups
-        units = replace(units, groups=grouped(units, source_units.named_groups() or ()))
+        units = units.with_groups(grouped(units, source_units.named_groups() or ()))
     if source_units is not None and source_units.units:
         first = source_units.units[0]
         settings = Settings(None, first.strategy, first.param_dtype, source_units.shard_size)
@@ -304,7 +305,7 @@ def _without_groups_of_another(units: Units, checkpoint: Checkpoint) -> Units:
         return units
     own = {key for keys in listed_keys(units, listed_names(optim)) for key in keys}
     recorded = {key for group in units.groups for key in group}
-    return units if recorded == own else replace(units, groups=None, orders=())
+    return units if recorded == own else replace(units, trained=None, by_rank=())
 
 
 def _require_undivided(units: Units, checkpoint: Checkpoint) -> None:

@@ -95,7 +95,7 @@ def test_parameters_of_a_unit_that_disagree_on_a_state_are_refused(tmp_path, one
 
 def test_an_unmanaged_parameter_that_the_checkpoint_lacks_keeps_its_id_and_has_no_entry(tmp_path):
     model, order = Model(seed=18), ("a.weight", "gone", "top", "a.bias", "b.weight", "b.bias")
-    of = replace(units(orig=True, groups=(order,)), parameters=order, unmanaged=(param("gone", (3,)),))
+    of = units(orig=True, groups=(order,), parameters=order, unmanaged=(param("gone", (3,)),))
     target = written(tmp_path, model, of, 1, ckpt=replace(model.checkpoint(), model=None))
     optim = loaded(tmp_path, "optim", 0, 1)
     assert optim["param_groups"][0]["params"] == [0, 2, 3, 4, 5] and sorted(optim["state"]) == [0, 2, 3, 4, 5]

@@ -18,7 +18,8 @@ from fsdpckpt.ir.checkpoint import Container
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.units import RankOrder, Strategy, Unit, Units
+from fsdpckpt.ir.unit_lists import units_of_lists
+from fsdpckpt.ir.units import RankOrder, Strategy, Unit
 from fsdpckpt.ir.units_json import loads
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
@@ -27,6 +28,7 @@ from fsdpckpt.writers import DtypeRule, WriteSpec
 from tests.flat.flat_source import ORDER, SHAPES, Model, flat, loaded, param, units, written
 from tests.ir.checkpoints import with_origin
 from tests.ir.optimizers import with_entry
+from tests.ir.relisted import relisted
 from tests.materialise import materialise
 from tests.oracle.compare import differences
 from tests.oracle.fake_group import as_rank
@@ -181,7 +183,11 @@ def test_hybrid_sharding_repeats_the_shards_in_every_group(tmp_path, orig):
 def test_alignment_follows_the_dtype_of_mixed_precision_and_the_filler_that_of_the_parameters(tmp_path):
     model = Model(seed=6)
     of = units(orig=True)
-    of = Units(tuple(Unit(u.prefix, u.params, u.strategy, DTYPES["bfloat16"]) for u in of.units), True, of.parameters)
+    of = units_of_lists(
+        tuple(Unit(u.prefix, u.params, u.strategy, DTYPES["bfloat16"]) for u in of.units),
+        of.parameters,
+        use_orig_params=True,
+    )
     written(tmp_path, model, of, 2)
     whole = flat([model.weights[p.name] for p in of.units[0].params], world_size=2, align=8)
     for rank in range(2):
@@ -316,8 +322,11 @@ def test_unmanaged_parameters_and_buffers_are_whole(tmp_path):
     mask = torch.randn(5, generator=torch.Generator().manual_seed(2))
     ckpt.model.params["a.mask"] = model.raw.whole(mask, sharded=False)
     root = Unit("", (param("a.weight"), param("a.bias")))
-    of = Units(
-        (root, units(orig=False).units[1]), False, tuple(SHAPES)[-1:] + tuple(SHAPES)[:-1], unmanaged=(param("top"),)
+    of = units_of_lists(
+        (root, units(orig=False).units[1]),
+        tuple(SHAPES)[-1:] + tuple(SHAPES)[:-1],
+        use_orig_params=False,
+        unmanaged=(param("top"),),
     )
     written(tmp_path, model, of, 3, ckpt=ckpt)
     held, optim = loaded(tmp_path, "model", 2, 3), loaded(tmp_path, "optim", 2, 3)
@@ -330,7 +339,7 @@ def test_unmanaged_parameters_and_buffers_are_whole(tmp_path):
 def test_channels_last_parameters_are_cut_in_memory_order(tmp_path):
     raw = Raw()
     weight = torch.randn(3, 2, 5, 4, generator=torch.Generator().manual_seed(3)).to(memory_format=torch.channels_last)
-    of = Units((Unit("", (param("w", (3, 2, 5, 4), stride=weight.stride()),)),), True, ("w",))
+    of = units_of_lists((Unit("", (param("w", (3, 2, 5, 4), stride=weight.stride()),)),), ("w",), use_orig_params=True)
     model = Model(raw=raw)
     ckpt = checkpoint(
         {"w": raw.whole(weight, sharded=True)},
@@ -359,13 +368,13 @@ def test_the_versions_of_modules_are_under_the_paths_of_the_new_wrapping(tmp_pat
         assert isinstance(wrapped, FullyShardedDataParallel)
         expected = wrapped.state_dict()._metadata
     raw, shapes = Raw(), {name: tuple(p.shape) for name, p in plain.named_parameters()}
-    of = Units(
+    of = units_of_lists(
         tuple(
             Unit(prefix, tuple(param(name, shape) for name, shape in shapes.items() if innermost_unit(name) == prefix))
             for prefix in ("", "outer", "outer.inner")
         ),
-        True,
         tuple(shapes),
+        use_orig_params=True,
     )
     ckpt = checkpoint({n: raw.whole(p.detach()) for n, p in plain.named_parameters()}, metadata=dict(metadata))
     written(tmp_path, Model(raw=raw), of, 2, ckpt=ckpt)
@@ -456,7 +465,7 @@ def test_states_of_a_parameter_without_elements_that_have_no_place_are_noted(
     model.states["none"] = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(0, 3), "exp_avg_sq": torch.zeros(0, 3)}
     model.groups[0]["params"].append("none")
     inner = replace(of.units[1], params=(*of.units[1].params, param("none", (0, 3))))
-    of = replace(of, units=(of.units[0], inner), parameters=(*ORDER, "none"))
+    of = relisted(of, units=(of.units[0], inner), parameters=(*ORDER, "none"))
     target = written(tmp_path, model, of, world_size)
     noted = [(note.kind, note.keys, kept in note.message) for note in target.notes]
     assert noted == ([] if kept is None else [("dropped", ("none",), True)])

@@ -22,7 +22,8 @@ from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, Source
 from fsdpckpt.flat.live.save import save_units, with_orders
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import Unit, Units
+from fsdpckpt.ir.unit_lists import units_of_lists
+from fsdpckpt.ir.units import Unit
 from tests.flat.live.conftest import World
 from tests.oracle.compare import differences
 from tests.readers.contents import opened
@@ -234,9 +235,15 @@ def test_what_differs_of_a_parameter_outside_of_the_units_is_said(change: dict[s
         Parameter("blocks.0.weight", (6, 2), DTYPES["float32"]),
         Parameter("head", (3, 2), DTYPES["float32"]),
     )
-    units = Units((Unit("blocks.0", (inside,)),), True, ("blocks.0.weight", "head"), (outside,), world_size=2)
-    usual = replace(units, groups=(("blocks.0.weight",),))
-    other = replace(units, groups=(("head",),), unmanaged=(replace(outside, **change),))
+    units = units_of_lists(
+        (Unit("blocks.0", (inside,)),),
+        ("blocks.0.weight", "head"),
+        use_orig_params=True,
+        unmanaged=(outside,),
+        world_size=2,
+    )
+    usual = units.with_groups((("blocks.0.weight",),))
+    other = replace(units.with_groups((("head",),)), unmanaged=(replace(outside, **change),))
     with pytest.raises(SourceUnsupportedError) as refused:
         with_orders({None: usual, 1: other})
     assert refused.value.what == f"head is {text}"

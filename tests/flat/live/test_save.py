@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +370,7 @@ def test_wrappers_do_not_change_names_and_shapes(how: str, world: World) -> None
         model = torch.compile(model)  # type: ignore[assignment]
     else:
         model.outer = checkpoint_wrapper(model.outer)
-    assert replace(units_of(model, torch.optim.AdamW(model.parameters())), groups=None) == plain
+    assert units_of(model, torch.optim.AdamW(model.parameters())).with_groups(None) == plain
 
 
 def test_an_optimizer_of_the_model_before_fsdp2_wrapped_it_is_refused(world: World, tmp_path: Path) -> None:

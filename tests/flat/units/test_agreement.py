@@ -18,6 +18,7 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Value
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
+from tests.ir.relisted import relisted
 
 PARAMS = (named("a.weight", 5, 3), named("a.bias", 5), named("b.weight", 2, 5), named("b.bias", 2))
 NAMES = tuple(param.name for param in PARAMS)
@@ -76,9 +77,9 @@ MODEL = sharded_model(PARAMS)
 HALF = with_leaf("a.weight", whole(5, 3, dtype=DTYPES["bfloat16"]))
 TABLE = (*PARAMS, named("table", 7, dtype="int32"))
 COLUMNS = built((replace(PARAMS[0], stride=(1, 5)), *PARAMS[1:]))
-TIED = replace(UNITS, shared=(("head.weight", "a.weight"),))
+TIED = relisted(UNITS, shared=(("head.weight", "a.weight"),))
 SWAPPED = built([PARAMS[index] for index in (1, 0, 2, 3)])
-TWO_GROUPS, ONE_GROUP = replace(UNITS, groups=(NAMES[:2], NAMES[2:])), replace(UNITS, groups=(NAMES,))
+TWO_GROUPS, ONE_GROUP = UNITS.with_groups((NAMES[:2], NAMES[2:])), UNITS.with_groups((NAMES,))
 EMPTY = Tensor(DTYPES["float32"], (0, 3), Chunks.whole(file=0, offset=0, shape=(0, 3)), sharded=True)
 WRAPPED = {name.replace(".", "._fsdp_wrapped_module."): entry for name, entry in by_name().state.items()}
 UNKNOWN_STATE = "the optimizer has states of c, which the units do not have"
@@ -166,7 +167,7 @@ CASES: dict[str, Case] = {
         optim=by_name(None, NAMES[1:]), units=built(PARAMS, ("a", "b"), unmanaged=["a.weight"])),
     "a flat parameter in no group": Case(
         ["no param group lists a._flat_param, which is in group 0 of the units"], optim=by_name(None, NAMES[2:]),
-        units=replace(built(PARAMS, ("a", "b"), orig=False), groups=(("a._flat_param", "b._flat_param"),))),
+        units=built(PARAMS, ("a", "b"), orig=False).with_groups((("a._flat_param", "b._flat_param"),))),
     "a group that lists nothing": Case(
         [f"no param group lists {name}, which is in group 0 of the units" for name in NAMES],
         optim=Optimizer.of({}, [{"lr": 0.1, "params": []}]), units=ONE_GROUP),

@@ -12,8 +12,10 @@ from fsdpckpt.flat.units import Settings, build_units, regrouped
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.units import RankOrder, Units, flaws
+from fsdpckpt.ir.unit_lists import flaws
+from fsdpckpt.ir.units import RankOrder, Units
 from fsdpckpt.transform.renaming import Renaming
+from tests.ir.relisted import relisted
 
 FLOAT = DTYPES["float32"]
 MODULES = ("", "a", "a.0", "a.1", "b", "b.c")
@@ -32,7 +34,7 @@ def made(names: list[str], prefixes: set[str], groups: list[list[str]] | None, *
     params = [Parameter(name, (len(name), 2), FLOAT) for name in names]
     sizes = {param.name: param for param in params}
     units = build_units([sizes[name] for name in names], prefixes, Settings(use_orig_params=orig))
-    return units if groups is None else replace(units, groups=regrouped(units, groups))
+    return units if groups is None else units.with_groups(regrouped(units, groups))
 
 
 def sized(units: Units, like: Units, names: dict[str, str]) -> Units:
@@ -84,7 +86,7 @@ def test_groups_and_orders_of_ranks_follow_and_units_without_parameters_are_none
     names = ["weight", "a.weight", "b.weight"]
     units = made(names, {"", "a", "b"}, [["b.weight", "a.weight"], ["weight"]], orig=False)
     orders = (RankOrder((1,), (("a._flat_param", "b._flat_param"), ("_flat_param",))),)
-    units = replace(units, orders=orders, world_size=2)
+    units = relisted(units, orders=orders, world_size=2)
     changes = replace(rule(pairs=(("b", "c"),)), keeps=lambda name: name != "a.weight")
     found = changes.applied_to(units)
     assert [unit.key for unit in found.units] == ["_flat_param", "c._flat_param"]
@@ -93,7 +95,7 @@ def test_groups_and_orders_of_ranks_follow_and_units_without_parameters_are_none
 
 
 def test_a_shared_parameter_that_loses_its_first_name_has_the_next_one() -> None:
-    units = replace(made(["a.weight", "b.weight"], {""}, None, orig=True), shared=(("b.c.weight", "a.weight"),))
+    units = relisted(made(["a.weight", "b.weight"], {""}, None, orig=True), shared=(("b.c.weight", "a.weight"),))
     found = replace(rule(), keeps=lambda name: name != "a.weight").applied_to(units)
     assert (found.parameters, found.shared) == (("b.c.weight", "b.weight"), ())
     without_other_name = replace(rule(), keeps=lambda name: name != "b.c.weight").applied_to(units)

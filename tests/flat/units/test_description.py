@@ -10,6 +10,7 @@ import torch
 from fsdpckpt.flat.units.request import contradictions
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit, Units
 from tests.flat.flat_source import ORDER, Model, param, units
 from tests.ir.optimizers import with_entry
@@ -28,7 +29,7 @@ def in_units_order(model: Model) -> Model:
 @pytest.mark.parametrize("orig", [True, False])
 def test_names_and_shapes_of_another_model(orig):
     root = Unit("", (param("top"), param("a.weight", (3, 5)), param("gone", (2,)), param("a.bias")))
-    of = Units((root, units(orig=orig).units[1]), orig, (*ORDER, "gone"))
+    of = units_of_lists((root, units(orig=orig).units[1]), (*ORDER, "gone"), use_orig_params=orig)
     assert differences(of, in_units_order(Model(seed=1)).checkpoint()) == [
         "a.weight: [3, 5] in the units, [5, 3] in the model section",
         "gone is in the units, not in the model section",
@@ -37,7 +38,9 @@ def test_names_and_shapes_of_another_model(orig):
 
 
 def test_parameters_that_the_units_lack():
-    of = Units((Unit("", (param("top"), param("a.weight"), param("a.bias"))),), True, ORDER[:3])
+    of = units_of_lists(
+        (Unit("", (param("top"), param("a.weight"), param("a.bias"))),), ORDER[:3], use_orig_params=True
+    )
     ckpt = in_units_order(Model(seed=2)).checkpoint()
     lost = [f"the optimizer has states of {name}, which the units do not have" for name in ORDER[3:]]
     assert differences(of, ckpt) == [

@@ -33,6 +33,7 @@ from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, whole
+from tests.ir.relisted import relisted
 
 BF16 = DTYPES["bfloat16"]
 PARAMS = (
@@ -299,13 +300,13 @@ def test_a_glob_that_matches_nothing_shows_the_modules_there_are(tmp_path: Path,
 def test_a_target_keeps_the_wrapping_and_settings_of_its_source(sources: Sources) -> None:
     source = ResolvedUnits(units_of(orig=True), None, ())
     found = target_units(full(), UnitsRequest(), source, 3, sources)
-    assert found.units == replace(units_of(orig=True), world_size=3, groups=(tuple(param.name for param in PARAMS),))
+    assert found.units == relisted(units_of(orig=True), world_size=3, groups=(tuple(param.name for param in PARAMS),))
     assert found.how[1] == "target units: use_orig_params=True, full-shard, aligned for float32"
     assert not any("--param-dtype" in line for line in found.how)  # the source's own slices prove the alignment
 
 
 def test_options_change_the_settings_and_the_groups_follow(sources: Sources) -> None:
-    units = replace(units_of(orig=True), groups=(tuple(param.name for param in PARAMS),))
+    units = units_of(orig=True).with_groups((tuple(param.name for param in PARAMS),))
     source = ResolvedUnits(units, None, ())
     request = UnitsRequest(use_orig_params=False, strategy=Strategy.HYBRID_SHARD, shard_size=2, param_dtype=BF16)
     found = target_units(full(), request, source, 4, sources).units
