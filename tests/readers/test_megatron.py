@@ -26,13 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fsdpckpt
-from fsdpckpt.errors import (
-    NeedsInformationError,
-    SourceCorruptError,
-    SourceIncompleteError,
-    SourceUnsupportedError,
-    UsageError,
-)
+from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.optimizer import group_params
 from fsdpckpt.ir.tensors import Tensor
@@ -43,7 +37,9 @@ from fsdpckpt.readers.dcp.megatron import MegatronReader
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.megatron.net import Net
+from tests.makers import Change, Make, dcp_of, edit, files, lose, packed, put
 from tests.readers.contents import opened
+from tests.refusals import Refusal, corrupt, each_of, incomplete, misused, unclear, unsupported
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "megatron"
 WHOLE = ("uneven", "reshardable", "flattened-range", "flattened-range-0.12")
@@ -164,23 +160,6 @@ def _by_data_rank(losses: list[list[float]]) -> torch.Tensor:
 
 
 @each
-def test_verify_and_the_way_through_dcp_find_the_same_values(
-    name: str, golden: Path, full: Callable[[str], Any], tmp_path: Path
-) -> None:
-    assert not fsdpckpt.verify(str(golden / name)).problems
-    fsdpckpt.convert(
-        str(golden / name), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=5, no_weight_decay=STANDARD
-    )
-    full(name)
-    assert fsdpckpt.diff(str(tmp_path / "dcp"), str(golden / f"{name}.pt"), only="optim").same
-    compared = fsdpckpt.diff(str(golden / name), str(tmp_path / "dcp"))
-    assert compared.same, compared  # who is in which group is only in the second, and no difference
-    assert {entry.key for entry in compared.entries if entry.sigil == "+"} == {
-        "param_groups.0.params", "param_groups.1.params"
-    }  # fmt: skip
-
-
-@each
 def test_links_are_items_of_their_own_shape(
     name: str, golden: Path, full: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -265,35 +244,11 @@ def test_weights_in_one_command(golden: Path, full: Callable[[str], Any], tmp_pa
 
 
 class TestGroups:
-    def test_who_is_in_which_group_has_to_be_said(self, golden: Path, tmp_path: Path) -> None:
-        with pytest.raises(NeedsInformationError, match="which of its 2 param groups") as caught:
-            fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "full.pt"))
-        assert "--no-weight-decay standard" in str(caught.value.next_step)
-        assert not (tmp_path / "full.pt").exists()
-        fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "model.pt"), only="model")
-
     def test_globs_say_it(self, golden: Path, tmp_path: Path) -> None:
         fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "full.pt"), no_weight_decay=("*bias", "embedding.*"))
         decayed, others = torch.load(tmp_path / "full.pt")["optimizer"]["param_groups"]
         assert "embedding.word_embeddings.weight" in others["params"]
         assert "decoder.final_layernorm.weight" in decayed["params"]
-
-    def test_globs_that_match_nothing_are_refused(self, golden: Path, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"no_weight_decay='\*\.wrong' matches none"):
-            fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "a.pt"), no_weight_decay=("*bias", "*.wrong"))
-
-    def test_a_checkpoint_that_lists_them_needs_no_glob(self, full: Callable[[str], Any], tmp_path: Path) -> None:
-        torch.save(full("uneven"), tmp_path / "listed.pt")
-        with pytest.raises(UsageError, match="no_weight_decay is for"):
-            fsdpckpt.convert(str(tmp_path / "listed.pt"), str(tmp_path / "a.pt"), no_weight_decay=("*bias",))
-
-    def test_groups_of_another_rule_are_refused(self, golden: Path, tmp_path: Path) -> None:
-        source = shutil.copytree(golden / "uneven", tmp_path / "source")
-        common = torch.load(source / "common.pt", weights_only=False)
-        common["optimizer"]["param_groups"].append({**common["optimizer"]["param_groups"][0], "lr": 0.5})
-        torch.save(common, source / "common.pt")
-        with pytest.raises(NeedsInformationError, match="several param groups fit embedding"):
-            fsdpckpt.convert(str(source), str(tmp_path / "full.pt"), no_weight_decay=STANDARD)
 
     def test_equal_groups_are_one(self, golden: Path, tmp_path: Path) -> None:
         source = shutil.copytree(golden / "uneven", tmp_path / "source")
@@ -305,11 +260,8 @@ class TestGroups:
         assert len(group["params"]) == 16
 
 
-def test_buffers_of_many_parameters_are_refused_but_not_the_weights(golden: Path, tmp_path: Path) -> None:
+def test_buffers_of_many_parameters_are_no_problem_of_the_weights(golden: Path, tmp_path: Path) -> None:
     assert not fsdpckpt.verify(str(golden / "buffers")).problems
-    with pytest.raises(SourceUnsupportedError, match="Megatron's buffers") as caught:
-        fsdpckpt.convert(str(golden / "buffers"), str(tmp_path / "full.pt"), no_weight_decay=STANDARD)
-    assert "--dist-ckpt-optim-fully-reshardable" in str(caught.value.next_step)
     fsdpckpt.convert(str(golden / "buffers"), str(tmp_path / "model.pt"), only="model")
     model = torch.load(tmp_path / "model.pt")
     for key, values in truth(golden, "buffers")["params"].items():
@@ -337,12 +289,6 @@ class TestMegatronFsdp:
         assert {group["weight_decay"] for group in state["optimizer"]["param_groups"]} == {0.0, 0.5}
         assert state["args"] == {"num_layers": 3}
 
-    def test_verify_and_the_way_through_dcp_find_the_same_values(self, golden: Path, tmp_path: Path) -> None:
-        source = str(golden / "fsdp-dtensor")
-        assert not fsdpckpt.verify(source).problems
-        fsdpckpt.convert(source, str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=5)
-        assert fsdpckpt.diff(source, str(tmp_path / "dcp")).same
-
     def test_groups_are_known_without_opening_tensors(self, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", 10)
         read = mock.Mock(wraps=open_directory)
@@ -354,18 +300,9 @@ class TestMegatronFsdp:
         assert not is_located(checkpoint)
         assert [len(group_params(group) or ()) for group in optim.param_groups or ()] == [14, 26]
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [({"weight_v": torch.zeros(5, 8)}, "not alike"), ({"weight_v": torch.zeros(12, 8).half()}, "not alike")],
-    )
-    def test_halves_that_do_not_fit_are_refused(
-        self, changes: dict[str, torch.Tensor], message: str, tmp_path: Path
-    ) -> None:
-        with pytest.raises(SourceCorruptError, match=message):
-            opened(halves(tmp_path, changes))
-
     def test_a_half_alone_keeps_its_name(self, tmp_path: Path) -> None:
-        model = opened(halves(tmp_path, {"weight_v": None, "bias_v": torch.ones(12)})).model
+        halves(weight_v=None, bias_v=torch.ones(12))(tmp_path)
+        model = opened(tmp_path / "dcp").model
         assert model is not None
         assert {name: getattr(leaf, "shape", None) for name, leaf in model.params.items()} == {
             "l.mlp.linear_fc1.weight_w": (12, 8),
@@ -402,14 +339,6 @@ def is_located(checkpoint: Checkpoint) -> bool:
     weights = [leaf for leaf in checkpoint.model.params.values() if isinstance(leaf, Tensor)]
     assert weights
     return any((leaf.chunks.offset >= 0).any() for leaf in weights)
-
-
-def halves(tmp_path: Path, changes: dict[str, Any]) -> Path:
-    parts = {"weight_w": torch.ones(12, 8), "weight_v": torch.zeros(12, 8), "bias_w": torch.ones(12), **changes}
-    model = {f"module.l.mlp.linear_fc1.{name}": part for name, part in parts.items() if part is not None}
-    state = {"model": model, "args": 1, "checkpoint_version": 3.0}
-    save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
-    return tmp_path / "dcp"
 
 
 def test_common_values_in_an_object(golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,14 +412,6 @@ def test_the_scales_of_fp8_are_extras_for_every_layer(older: bool, tmp_path: Pat
 STATE = "optimizer.state.exp_avg."
 
 
-def test_rank_files_of_tensor_parallel_shards_need_a_mesh(golden: Path, tmp_path: Path) -> None:
-    with pytest.raises(NeedsInformationError, match="cannot tell how the tensors") as caught:
-        fsdpckpt.convert(str(golden / "uneven"), str(tmp_path / "out"), world_size=2, container="torch")
-    why = str(caught.value.why)
-    assert "does not record the mesh" in why and "[Shard(0), Shard(1)]" in why
-    assert "DTensors" not in why
-
-
 class TestRuns:
     def test_a_run_reads_the_last_iteration(self, golden: Path, tmp_path: Path) -> None:
         shutil.copytree(golden / "uneven", tmp_path / "iter_0000003")
@@ -512,51 +433,11 @@ class TestDamage:
     def source(self, golden: Path, tmp_path: Path) -> Path:
         return shutil.copytree(golden / "flattened-range", tmp_path / "source")
 
-    def test_without_common_values(self, source: Path) -> None:
-        (source / "common.pt").unlink()
-        with pytest.raises(SourceIncompleteError, match=r"common\.pt"):
-            opened(source)
-
-    def test_without_metadata(self, source: Path) -> None:
-        (source / ".metadata").unlink()
-        with pytest.raises(SourceIncompleteError, match=r"\.metadata"):
-            opened(source)
-
-    def test_without_a_data_file(self, source: Path) -> None:
-        (source / "__2_0.distcp").unlink()
-        with pytest.raises(SourceIncompleteError, match="__2_0"):
-            opened(source)
-
-    def test_zarr(self, source: Path) -> None:
-        (source / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
-        with pytest.raises(SourceUnsupportedError, match="format zarr"):
-            opened(source)
-
     @pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"sharded_backend": 3}', "[" * 100_000])
     def test_a_metadata_json_of_another_program_is_not_megatrons(self, text: str, source: Path) -> None:
         (source / "metadata.json").write_text(text)
         (source / "common.pt").unlink()
         assert opened(source).flavor != "megatron"
-
-    @pytest.mark.parametrize("shape", [(3, 16), (6, 4, 8), (4, 16, 8), (0, 16, 8), (3, 16, 8, 1), (3, 17, 8), ()])
-    def test_slices_that_do_not_make_up_the_shape(self, shape: tuple[int, ...], source: Path) -> None:
-        key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
-        edit_metadata(source, lambda data: data.update({key: {"nd_reformulated_orig_global_shape": shape}}))
-        with pytest.raises(SourceCorruptError, match="linear_qkv"):
-            opened(source)
-
-    @pytest.mark.parametrize("shape", ["x", (-1, 2), (1 << 62,), (True,), (1,) * 100, {}])
-    def test_shapes_that_are_none(self, shape: Any, source: Path) -> None:
-        key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
-        edit_metadata(source, lambda data: data.update({key: {"nd_reformulated_orig_global_shape": shape}}))
-        with pytest.raises(SourceCorruptError, match="gives an invalid shape"):
-            opened(source)
-
-    def test_states_of_another_shape_than_the_parameter(self, source: Path) -> None:
-        key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
-        edit_metadata(source, lambda data: data.update({key: {"nd_reformulated_orig_global_shape": (3, 8, 16)}}))
-        with pytest.raises(SourceCorruptError, match="does not have the shape of the parameter"):
-            opened(source)
 
     @pytest.mark.parametrize(
         "junk", [None, 3, [], {}, {"optimizer": 3}, {"optimizer": {"param_groups": {}}}, {"optimizer": {0: 3}},
@@ -595,6 +476,75 @@ def edit_metadata(source: Path, change: Callable[[Any], Any]) -> None:
         metadata = pickle.loads((source / ".metadata").read_bytes())
         change(metadata.mcore_data)
         (source / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def of_golden(name: str, *changes: Change) -> Make:
+    return packed(GOLDEN / f"{name}.tar.xz", name, *changes)
+
+
+def damaged(*changes: Change) -> Make:
+    """A checkpoint whose optimizer has ranges of flattened tensors, changed."""
+    return of_golden("flattened-range", *changes)
+
+
+def shape(value: Any) -> Change:
+    """``.metadata`` gives the states of one parameter another shape."""
+    return lambda source: edit_metadata(source, lambda data: data.update({QKV: {SHAPE: value}}))
+
+
+def group(number: int, **settings: Any) -> Change:
+    """A param group more, as the first but for ``settings``."""
+
+    def change(common: Any) -> None:
+        groups = common["optimizer"]["param_groups"]
+        groups[number : number + 1] = [{**groups[0], **settings}]
+
+    return edit("common.pt", change)
+
+
+def halves(**changes: torch.Tensor | None) -> Make:
+    """Megatron FSDP's halves of SwiGLU."""
+    parts = {"weight_w": torch.ones(12, 8), "weight_v": torch.zeros(12, 8), "bias_w": torch.ones(12), **changes}
+    model = {f"module.l.mlp.linear_fc1.{name}": part for name, part in parts.items() if part is not None}
+    return dcp_of({"model": model, "args": 1, "checkpoint_version": 3.0}, at="dcp")
+
+
+QKV, SHAPE = (
+    "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight",
+    "nd_reformulated_orig_global_shape",
+)
+SHAPES = [(3, 16), (6, 4, 8), (4, 16, 8), (0, 16, 8), (3, 16, 8, 1), (3, 17, 8), ()]
+NO_SHAPES = ["x", (-1, 2), (1 << 62,), (True,), (1,) * 100, {}]
+BIAS = {"l.bias": {"exp_avg": torch.ones(2)}}
+LISTED = {"state": BIAS, "param_groups": [{"lr": 0.1, "params": ["l.bias"]}, {"lr": 0.2, "params": []}]}
+REFUSALS = (
+    incomplete("no common values", damaged(lose("common.pt")), "common.pt"),
+    incomplete("no metadata", damaged(lose(".metadata")), ".metadata"),
+    incomplete("no data file", damaged(lose("__2_0.distcp")), "__2_0"),
+    unsupported("zarr", damaged(put("metadata.json", {"sharded_backend": "zarr"})), "format zarr"),
+    *(corrupt(f"slices of {value}", damaged(shape(value)), "linear_qkv") for value in SHAPES),
+    *(corrupt(f"no shape: {value}"[:30], damaged(shape(value)), "gives an invalid shape") for value in NO_SHAPES),
+    corrupt("the shape of another parameter", damaged(shape((3, 8, 16))), "does not have the shape of the parameter"),
+    *(
+        corrupt(f"halves of {part.shape} and {part.dtype}", halves(weight_v=part), "not alike")
+        for part in (torch.zeros(5, 8), torch.zeros(12, 8).half())
+    ),
+    unclear("who is in which group", of_golden("uneven"), "which of its 2 param groups", "--no-weight-decay standard"),
+    unclear("groups of another rule", of_golden("uneven", group(2, lr=0.5)), "several param groups fit embedding",
+            no_weight_decay=STANDARD),
+    misused("globs for nothing", of_golden("uneven"), "'*.wrong' matches none", no_weight_decay=("*s", "*.wrong")),
+    misused("groups that are listed", files({"l.pt": {"model": {"l.bias": torch.ones(2)}, "optimizer": LISTED}}),
+            "--no-weight-decay is for", no_weight_decay=("*bias",)),
+    unclear("rank files of tensor-parallel shards", of_golden("uneven"), "cannot tell how the tensors",
+            "does not record the mesh", "[Shard(0), Shard(1)]", omits=("DTensors",), world_size=2, container="torch"),
+    unsupported("buffers of many parameters", of_golden("buffers"), "Megatron's buffers",
+                "--dist-ckpt-optim-fully-reshardable", no_weight_decay=STANDARD),
+)  # fmt: skip
+
+
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)
 
 
 class TestContract(ReaderContract):
