@@ -29,8 +29,8 @@ from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.flat.units.presence import is_flattened
-from fsdpckpt.flat.units.request import load_units
-from fsdpckpt.flat.units.sections import labels_of, places_of
+from fsdpckpt.flat.units.request import UnitsRequest, load_units
+from fsdpckpt.flat.units.sections import labels_of, places_of, with_parameters_of_section
 from fsdpckpt.ir import Layout, Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
 from fsdpckpt.ir.files import require_stored
@@ -160,16 +160,18 @@ def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sour
 
 def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
     decision = decide(target, options, opened.checkpoint, sources)
-    begun = begin(opened.checkpoint, decision, sources, places=opened.places, labels=opened.labels)
+    begun = begin(opened.checkpoint, decision, sources, places=opened.places, request=opened.request)
     return transform(begun, decision), decision
 
 
 class _Opened(NamedTuple):
-    """What is selected of SRC; of one of several sections the keys and the labels that it and its model have."""
+    """What is selected of SRC; of one of several sections the keys that it and its model have, and what the options
+    about units say of it.
+    """
 
     checkpoint: Checkpoint
     places: tuple[str, ...]
-    labels: tuple[str, ...]
+    request: UnitsRequest
 
 
 def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate) -> _Opened:
@@ -187,7 +189,9 @@ def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate
     chosen = choose_section(distinct, options.only)
     checkpoint = with_told_masters(chosen, of_one_section(options), sources)
     named = named_section(distinct, options.only)
-    return _Opened(checkpoint, places_of(distinct, named), labels_of(distinct, named))
+    request = replace(units_request(options), sections=labels_of(distinct, named))
+    request = request if named is None else with_parameters_of_section(request, distinct, named)
+    return _Opened(checkpoint, places_of(distinct, named), request)
 
 
 def make_report(

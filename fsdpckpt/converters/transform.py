@@ -33,6 +33,7 @@ from fsdpckpt.converters.steps.unused import note_unused
 from fsdpckpt.converters.steps.wrap import require_something, require_whole_units, wrap
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.from_options import units_request
+from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.row_names import leads
@@ -129,14 +130,22 @@ def begin(
     sources: Sources,
     *,
     places: tuple[str, ...] = (),
-    labels: tuple[str, ...] = (),
+    request: UnitsRequest | None = None,
 ) -> Draft:
     """The draft before the first step. ``places``: the keys of the named section that ``--only`` made the main one, and
-    of its model; ``labels``: those of both.
+    of its model; ``request``: what ``--parameters`` says of it.
 
     Raises SourceMissingError if the file of ``--parameters`` cannot be read.
     """
-    knowledge = Knowledge(replace(units_request(decision.options), sections=labels), sources)
+    known = units_request(decision.options)
+    if request is not None:
+        known = replace(
+            known,
+            sections=request.sections,
+            parameters=request.parameters,
+            parameter_groups=request.parameter_groups,
+        )
+    knowledge = Knowledge(known, sources)
     noted = opened.noted(*decision.notes)
     return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, leads=leads(opened), places=places)
 

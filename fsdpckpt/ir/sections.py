@@ -183,14 +183,18 @@ def optimizers(checkpoint: Checkpoint) -> list[Optimizer]:
     return [content for content in contents if isinstance(content, Optimizer)]
 
 
-def with_each_optimizer(checkpoint: Checkpoint, change: Callable[[Checkpoint], Checkpoint]) -> Checkpoint:
-    """``checkpoint`` with every optimizer as ``change`` makes it of a checkpoint that has no other one."""
+def with_each_optimizer(
+    checkpoint: Checkpoint, change: Callable[[Checkpoint, NamedSection | None], Checkpoint]
+) -> Checkpoint:
+    """``checkpoint`` with every optimizer as ``change`` makes it of a checkpoint that has no other one, and of its
+    named section, None for the main one.
+    """
     named: list[NamedSection] = []
     for section in checkpoint.named:
-        changed = change(alone(checkpoint, section)).optim if isinstance(section.content, Optimizer) else None
+        changed = change(alone(checkpoint, section), section).optim if isinstance(section.content, Optimizer) else None
         named.append(section if changed is None else replace(section, content=changed))
     main = replace(checkpoint, beside=main_alone(checkpoint).beside)
-    return replace(change(main), named=tuple(named), beside=checkpoint.beside)
+    return replace(change(main, None), named=tuple(named), beside=checkpoint.beside)
 
 
 def model_dict(model: ModelState) -> dict[Key, Value]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from fsdpckpt import flags
 from fsdpckpt.errors import FsdpckptError, of_option
 from fsdpckpt.flat.units.request import UnitsRequest, load_units, of_same_section
+from fsdpckpt.flat.units.sections import request_of_section
 from fsdpckpt.ir import IdRule
-from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
+from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection
 from fsdpckpt.ir.sections import with_each_optimizer
 from fsdpckpt.ir.units import Units
 from fsdpckpt.readers.detect import open_checkpoint
@@ -64,7 +65,14 @@ class Knowledge:
 
     def named(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint`` with each of its optimizers keyed by name. Raises what ``apply_key_type`` raises."""
-        return with_each_optimizer(checkpoint, partial(self.keyed, key_type="name", units=self.units))
+
+        def named(view: Checkpoint, section: NamedSection | None) -> Checkpoint:
+            own = self
+            if checkpoint.named:
+                own = self.of(request_of_section(self.request, checkpoint, section, self.sources))
+            return own.keyed(view, "name", own.units)
+
+        return with_each_optimizer(checkpoint, named)
 
     def named_if_proved(self, checkpoint: Checkpoint) -> Checkpoint | None:
         """What ``named`` returns; None if nothing proves which parameter each id is, or what is known contradicts it.

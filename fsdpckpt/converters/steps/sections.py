@@ -12,7 +12,7 @@ from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.errors import FsdpckptError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.flat.units.sections import places_of, request_of_section
@@ -80,6 +80,12 @@ def _take_section(
         return take(steps, _begun(draft, opened, section, decision), decision)
     except FsdpckptError as error:
         error.what = f"{section.label}: {error.what}"
+        if isinstance(error, NeedsInformationError) and error.alternative is None:
+            place = places_of(opened, section)[-1]
+            error.alternative = (
+                f"take one section at a time: {flags.only(section.label)}; a name in the file of {flags.parameters} "
+                f"is for one section alone if it begins with its keys: {place}.NAME"
+            )
         raise
 
 
