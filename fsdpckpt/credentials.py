@@ -12,12 +12,14 @@ import re
 
 HIDDEN = "***"
 
-# A URL stands in a sentence, in quotes, in JSON (whose escapes have a backslash) or in HTML.
-_WEB_USER = re.compile(r"(https?://)[^\s'\"<>\\/]*@", re.IGNORECASE)
-# With a password, since abfs://container@account names no user. A secret key may have slashes; what is a number up to
-# the first one is a port.
-_USER = re.compile(r"(?<=://)[^\s'\"<>\\@:/\[]*:(?!\d+(?:/|$))[^\s'\"<>\\@]*@(?:[^\s'\"<>\\@/]*@)*")
-_QUERY = re.compile(r"([A-Za-z][\w+.-]*)(://[^\s'\"<>\\?]*)\?([^\s'\"<>\\]*[^\s'\"<>\\,;:.)])")
+# A URL stands in a sentence, in quotes, in JSON (whose escapes have a backslash) or in HTML. No expression looks
+# further than a URL is long: a name in a checkpoint may be of any length.
+_WEB_USER = re.compile(r"(https?://)[^\s'\"<>\\/]{0,4096}@", re.IGNORECASE)
+# With a password, since abfs://container@account names no user. A secret key may have slashes.
+_USER = re.compile(r"(?<=://)[^\s'\"<>\\@:/\[]{0,1024}:[^\s'\"<>\\@]{0,1024}@(?:[^\s'\"<>\\@/]{0,1024}@)*")
+_PORT = re.compile(r"[^:]*:\d{1,5}/")
+_WITH_PORTS = ("http", "https", "hdfs", "webhdfs", "ftp", "sftp", "ssh", "smb")  # a bucket has none
+_QUERY = re.compile(r"(://[^\s'\"<>\\?]{0,4096})\?([^\s'\"<>\\]*[^\s'\"<>\\,;:.)])")
 _SETTING = re.compile(r"[^/=&]+=")  # else the question mark is a pattern's, or one of the name of an object
 _VERSION = re.compile(r"(?:versionId|generation|snapshot|revision)=[^&]*")  # of an object: no secret
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
@@ -29,9 +31,11 @@ def without_credentials(text: str) -> str:
     Every text that is shown comes here, most without a location: it has to be quick for those.
     """
     if "://" in text:
-        text = _USER.sub(f"{HIDDEN}@", text)
-        text = _WEB_USER.sub(rf"\1{HIDDEN}@", text)
-        text = _QUERY.sub(_with_hidden_query, text)
+        if "@" in text:
+            text = _USER.sub(_with_hidden_user, text)
+            text = _WEB_USER.sub(rf"\1{HIDDEN}@", text)
+        if "?" in text:
+            text = _QUERY.sub(_with_hidden_query, text)
     if "hf_" in text:
         text = _HUB_TOKEN.sub(HIDDEN, text)
     return text
@@ -42,12 +46,24 @@ def shown_name(location: str) -> str:
     return without_credentials(location).rstrip("/").rpartition("/")[2]
 
 
+def _scheme_before(url: re.Match[str]) -> str:
+    """The letters before the ``://`` at or before ``url``."""
+    begin = url.start() - (0 if url[0].startswith("://") else len("://"))
+    return re.split(r"[^a-z]", url.string[max(begin - 8, 0) : begin].lower())[-1]
+
+
+def _with_hidden_user(user: re.Match[str]) -> str:
+    if _PORT.match(user[0]) and _scheme_before(user) in _WITH_PORTS:
+        return user[0]  # of a path with an @ in it
+    return f"{HIDDEN}@"
+
+
 def _with_hidden_query(url: re.Match[str]) -> str:
-    scheme, path, query = url.groups()
-    opens = scheme.lower() in ("http", "https") or _SETTING.match(query) is not None
+    path, query = url.groups()
+    opens = _scheme_before(url) in ("http", "https") or _SETTING.match(query) is not None
     if not opens or all(map(_VERSION.fullmatch, query.split("&"))):
         return url[0]
-    return f"{scheme}{path}?{HIDDEN}"
+    return f"{path}?{HIDDEN}"
 
 
 def shown_cause(error: BaseException) -> BaseException | None:
