@@ -21,7 +21,7 @@ NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placeholder:
     """What is in one pair of braces. ``text``: whether any text may stand there; ``offset``: what is added to a number.
 
     ``times``: where two names are one number, how many numbers the second has for each of the first; 0 for one name.
@@ -60,11 +60,11 @@ class Place:
         return str(number) if number >= 0 else None
 
 
-def _place(match: re.Match[str]) -> Place:
+def _place(match: re.Match[str]) -> Placeholder:
     name, text, sign, offset, times, second = match.groups()
     if times is not None:
-        return Place((name, second), times=int(times))
-    return Place((name,), text=text is not None, offset=int(f"{sign}{offset}") if sign is not None else 0)
+        return Placeholder((name, second), times=int(times))
+    return Placeholder((name,), text=text is not None, offset=int(f"{sign}{offset}") if sign is not None else 0)
 
 
 @dataclass(frozen=True)  # without slots: the expression is compiled once
@@ -87,7 +87,7 @@ class Pattern:
             raise ValueError(f"{self.text!r} has {{{twice}}} twice")
 
     @cached_property
-    def _places(self) -> tuple[Place, ...]:
+    def _places(self) -> tuple[Placeholder, ...]:
         return tuple(map(_place, _PLACE.finditer(self.text)))
 
     @cached_property
@@ -101,7 +101,7 @@ class Pattern:
         return frozenset(name for place in self._places if place.is_number for name in place.names)
 
     @cached_property
-    def computed(self) -> Mapping[str, Place]:
+    def computed(self) -> Mapping[str, Placeholder]:
         """The places of ``numbers``, by each of their names."""
         return {name: place for place in self._places if place.is_number for name in place.names}
 
