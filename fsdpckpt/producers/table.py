@@ -399,6 +399,7 @@ MEGATRON_TORCH = Flavor(
     title="Megatron-LM's --ckpt-format torch, of one or several tensor-parallel ranks",
     signs=(Signature((r"^model_optim_rng\.pt$",)),),
     state=r"^(model_optim_rng|distrib_optim)\.pt$",
+    groups_without_params=True,  # with the distributed optimizer
 )
 
 NANOTRON = Flavor(

@@ -26,7 +26,7 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d{1,6})(\..+)$", re.DOTALL)
 _EXPERT = re.compile(
     r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d+$)))(\d{1,6})(\..+)?$", re.DOTALL
 )
-_WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _UNTIED = "untie_embeddings_and_output_weights"
 
 
@@ -41,7 +41,7 @@ class NamesInModel:
     def of(self, key: str, chunk: Chunk, place: RankPlace) -> str:
         """The model's name of ``key``."""
         if self.tied and key == _OUTPUT:
-            return _WORDS
+            return WORDS
         layer = _LAYER.match(key)
         name = f"{layer[1]}{int(layer[2]) + self.offsets[chunk]}{layer[3]}" if layer else key
         expert = _EXPERT.match(name)

@@ -18,6 +18,7 @@ from math import lcm
 from fsdpckpt.readers.megatron_torch.layout import Arguments, LayoutError
 from fsdpckpt.text import plural
 
+BUFFERS_FILE = "distrib_optim.pt"  # of the distributed optimizer, in the same directories
 DIRECTORY = re.compile(r"^mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?$")
 _MOST_RANKS = 1 << 16
 

@@ -17,10 +17,11 @@ from fsdpckpt.formats.torch import notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Problem, Section
 from fsdpckpt.ir.values import Key, Object, Value, equal
+from fsdpckpt.readers.megatron_torch.buffers import PlacedParameter, flat_buffers, parameters_in
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
-from fsdpckpt.readers.megatron_torch.names import StateDict, in_order, is_buffer, is_of_expert, names_of
+from fsdpckpt.readers.megatron_torch.names import WORDS, StateDict, in_order, is_buffer, is_of_expert, names_of
 from fsdpckpt.readers.megatron_torch.optimizer import MASTERS, OPTIMIZER, RankOptimizer, names_of_groups, rank_optimizer
-from fsdpckpt.readers.megatron_torch.places import Grid, RankPlace
+from fsdpckpt.readers.megatron_torch.places import BUFFERS_FILE, Grid, RankPlace
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -63,13 +64,14 @@ def read_megatron(directory: str, paths: Mapping[Numbers, str], table: FileTable
 @dataclass(slots=True)
 class _Held:
     """One file's part of the model. ``weights``: by the names in the model, in the order of the file. ``others``: what
-    is no tensor.
+    is no tensor. ``chunks``: the parameters of each chunk of the model.
     """
 
     file: RankFile
     place: RankPlace
     weights: dict[str, StoredTensor] = field(default_factory=dict)
     others: StateDict = field(default_factory=dict)
+    chunks: list[dict[str, StoredTensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -92,7 +94,9 @@ class _Iteration:
         shards = self._shards(grid, held)
         problems: list[Problem] = []
         optimizers = [rank_optimizer(self._root(file).get(OPTIMIZER)) for file in self.files]
-        members = self._members(optimizers, held, order, problems)
+        buffers = self._buffers() if any(optimizer is None for optimizer in optimizers) else []
+        distributed = self._distributed(buffers, held, shards, order, problems) if buffers else None
+        members = None if buffers else self._members(optimizers, held, order, problems)
         roots = [
             self._rewritten(own, shards, optimizer, members) for own, optimizer in zip(held, optimizers, strict=True)
         ]
@@ -102,10 +106,17 @@ class _Iteration:
         tree.checksums = Checksums.joined([file.archive.checksums for file in self.files])
         root = cast("dict[Key, Value]", tree.root)
         model = cast("dict[Key, Value]", root[_MODEL])
+        if distributed is not None:
+            found = cast("dict[Key, Value]", distributed.root)
+            model.update(cast("dict[Key, Value]", found[_MODEL]))
+            root[OPTIMIZER] = found[OPTIMIZER]
+            tree.problems += [*distributed.problems, *distributed.missing.values()]
+            archives = [file.archive for file in buffers if file is not None]
+            tree.checksums = Checksums.joined([tree.checksums, *(archive.checksums for archive in archives)])
         root[_MODEL] = {**{name: model[name] for name in order if name in model}, **model}
         separate_extras(tree, self.table, self.sources)
         tree.notes += notes_on_dropped([file.archive for file in self.files])
-        if members is not None:
+        if members is not None or distributed is not None:
             copies = {weight.dtype.name for own in held for weight in own.weights.values()}
             tree.notes += notes_on_copies(copies - {"float32"})
         message = f"{self.directory} is Megatron-LM's torch format of {grid.described()}"
@@ -248,10 +259,12 @@ class _Iteration:
         for file in self.files:
             own = _Held(file, place_of[file.archive.path])
             for number, state in enumerate(chunks[own.place]):
+                own.chunks.append({})
                 for key, leaf in state.items():
                     name = names.of(str(key), (number, own.place.stage), own.place)
                     if isinstance(leaf, StoredTensor) and name.rpartition(".")[2] != _EXTRA_STATE:
                         own.weights[name] = leaf
+                        own.chunks[-1].update({} if is_buffer(name) else {name: leaf})
                     else:
                         own.others[name] = leaf
             held.append(own)
@@ -292,7 +305,13 @@ class _Iteration:
         absent = next((own for own in peers if name not in own.weights), None)
         if absent is not None:
             raise LayoutError(f"{absent.file.archive.path} has no such entry")
-        parts = shards_of(name, next(iter(shapes)), grid.parts(of_expert=of_expert), self.arguments[0])
+        if len(stages) > 1 and name != WORDS:
+            raise LayoutError("several pipeline stages have it")
+        (shape,) = shapes
+        ranks = grid.parts(of_expert=of_expert)
+        if ranks == 1:
+            return Shards(shape, {own.file.rank: ModelShard.of_whole(shape) for own in holders})
+        parts = shards_of(name, shape, ranks, self.arguments[0])
         by_rank: dict[int, ModelShard] = {
             own.file.rank: parts.by_rank[grid.part(own.place, of_expert=of_expert)] for own in holders
         }
@@ -343,6 +362,86 @@ class _Iteration:
         first = cast(RankOptimizer, optimizers[0]).groups
         chosen = [(each or first[number]).settings for number, each in enumerate(settings)]
         return _Members(dict(zip((own.file.rank for own in held), by_file, strict=True)), groups, chosen)
+
+    def _buffers(self) -> list[RankFile | None]:
+        """The file of each rank's distributed optimizer, None for a rank without one; [] if no rank has one."""
+        found: list[RankFile | None] = []
+        for file in self.files:
+            path = f"{file.archive.path.rpartition('/')[0]}/{BUFFERS_FILE}"
+            if self.sources.stat(path) is None:
+                found.append(None)
+                continue
+            source = self.sources.open(path)
+            number = self.table.add(path, source.nbytes)
+            found.append(RankFile(file.rank, number, read_archive(source, number)))
+        return found if any(found) else []
+
+    def _distributed(
+        self,
+        buffers: Sequence[RankFile | None],
+        held: Sequence[_Held],
+        shards: Mapping[str, Shards],
+        order: Sequence[str],
+        problems: list[Problem],
+    ) -> PartContents | None:
+        """The float32 weights and the states that the distributed optimizer's ``buffers`` have. None, with a fatal
+        problem of the optimizer, if the values do not prove where they are.
+        """
+        placed: dict[int, dict[str, PlacedParameter]] = {}
+        for own, flat in zip(held, buffers, strict=True):
+            if flat is None:
+                continue
+            optimizers = flat_buffers(flat.archive.root)
+            found = None
+            if optimizers is not None:
+                files = self.table.files()
+                found = parameters_in(optimizers, own.chunks, own.file, flat, files, self.sources)
+            if found is None:
+                problems.append(_no_places(flat))
+                return None
+            placed[own.file.rank] = found
+        holders: dict[str, list[int]] = {}
+        for rank, names in placed.items():
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        lost = [name for name in order if name in shards and not is_buffer(name) and name not in holders]
+        if lost:
+            problems.append(_without_states(self.directory, lost))
+            return None
+        grid = RankGrid(1, len(self.files))
+        with_buffers: list[RankFile] = []
+        roots: list[StateDict] = []
+        own_shards = {
+            name: Shards(shards[name].shape, {rank: shards[name].by_rank[rank] for rank in ranks})
+            for name, ranks in holders.items()
+        }
+        groups = self._open_groups([name for name in order if name in holders])
+        for flat in buffers:
+            if flat is None:
+                continue
+
+            def part(name: str, leaf: StoredTensor, rank: int = flat.rank) -> object:
+                return whole_shard(grid, rank, rank, own_shards[name], leaf)
+
+            parameters = placed[flat.rank]
+            states: StateDict = {
+                name: {state: part(name, leaf) for state, leaf in each.states.items()}
+                for name, each in parameters.items()
+            }
+            with_buffers.append(flat)
+            weights: StateDict = {name: part(name, each.weight) for name, each in parameters.items()}
+            roots.append({_MODEL: weights, OPTIMIZER: {"state": states, "param_groups": groups}})
+        return merge_distributed(with_buffers, roots, _FORMAT)
+
+    def _open_groups(self, names: Sequence[str]) -> list[StateDict]:
+        """The settings of the distributed optimizer's param groups, which list no parameters; a single one has all."""
+        saved = self._root(self.files[0]).get(OPTIMIZER)
+        groups: list[StateDict] = []
+        for entry in saved if isinstance(saved, (list, tuple)) else [saved]:
+            inner = entry.get(OPTIMIZER) if isinstance(entry, dict) else None
+            listed = inner.get("param_groups") if isinstance(inner, dict) else None
+            groups += [dict(group) for group in listed or () if isinstance(group, dict)]
+        return [{**groups[0], "params": list(names)}] if len(groups) == 1 else groups
 
     # The ranks' files, rewritten
 
@@ -419,6 +518,23 @@ def _no_states(file: RankFile) -> Problem:
         "with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
     )
     return Problem("flattened", message, file=file.archive.path, section=Section.OPTIM)
+
+
+def _no_places(file: RankFile) -> Problem:
+    message = (
+        f"cannot tell where each parameter is in Megatron's buffers in {file.archive.path}: its float32 weights do not "
+        "round to the model's copies in the order of the model. Save with --ckpt-format torch_dist and "
+        "--dist-ckpt-optim-fully-reshardable"
+    )
+    return Problem("flattened", message, file=file.archive.path, section=Section.OPTIM)
+
+
+def _without_states(directory: str, names: Sequence[str]) -> Problem:
+    message = (
+        f"no {BUFFERS_FILE} in {directory} has the states of {some_of(names, _MAX_SHOWN)}: it was not copied, or the "
+        "parameters were frozen"
+    )
+    return Problem("flattened", message, file=directory, section=Section.OPTIM)
 
 
 def _unknown_order(file: RankFile) -> Problem:

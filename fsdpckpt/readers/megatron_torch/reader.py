@@ -2,7 +2,7 @@
 ``iter_0000500/mp_rank_00/model_optim_rng.pt``, ``mp_rank_01``, ..., with the numbers of the pipeline stage and of the
 expert-parallel rank behind it if there are several (``get_checkpoint_name`` of ``megatron/training/checkpointing.py``).
 
-One rank's file is whole, and is read like any other torch file.
+One rank's file is whole, and is read like any other torch file, unless the distributed optimizer's is beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
-from fsdpckpt.readers.megatron_torch.places import DIRECTORY
+from fsdpckpt.readers.megatron_torch.places import BUFFERS_FILE, DIRECTORY
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -40,7 +40,14 @@ class MegatronTorchReader:
             if entry.directory and (match := DIRECTORY.match(entry.name))
         }
         paths = {rank: f"{entry.path.rstrip('/')}/{MODEL_FILE}" for rank, entry in sorted(ranks.items())}
-        if len(ranks) < 2 or not any(sources.stat(file) is not None for file in paths.values()):
+        several = len(ranks) > 1 and any(sources.stat(file) is not None for file in paths.values())
+        # One rank's file is whole, but not if its optimizer is in buffers beside it.
+        alone = len(ranks) == 1 and all(
+            sources.stat(file.removesuffix(MODEL_FILE) + name) is not None
+            for file in paths.values()
+            for name in (MODEL_FILE, BUFFERS_FILE)
+        )
+        if not several and not alone:
             return Claim()
         claim = Claim(directories={entry.name for entry in ranks.values()})
         claim.parts.append(Part(above, "megatron", partial(_read, above, paths)))

@@ -1,0 +1,182 @@
+"""Finds the parameters in the flat tensors of Megatron's distributed optimizer, which has them in ``distrib_optim.pt``.
+
+For each buffer of a model's chunk the file has all float32 weights in one tensor, and each state in another: the
+parameters in the reverse order of the model, each at a multiple of 64 elements from the beginning of its bucket, and
+buckets one behind the other (``get_parameter_state_dp_zero`` and ``_compute_per_buffer_param_layout`` of
+``megatron/core/optimizer/distrib_optimizer.py``). Where a bucket ends is not recorded: it depends on the number of
+ranks and on the run's settings. The values show it: each weight rounds to the model's copy, and all elements are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fsdpckpt.formats.torch import local_tensor
+from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.checkpoint import SourceFile
+from fsdpckpt.ir.tensors import Tensor, contiguous_stride
+from fsdpckpt.readers.megatron_torch.names import is_of_expert
+from fsdpckpt.readers.same_weights import first_different
+from fsdpckpt.readers.torch_ranks.rank_files import RankFile
+from fsdpckpt.storage.sources import Sources
+
+_COALESCED, _WEIGHTS, _LENGTH = "buckets_coalesced", "param", "numel_unpadded"
+_ALIGNMENT = 64  # elements
+_MAX_STATES = 64  # ways to place the first parameters that their values allow
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """All parameters of one buffer: the float32 weights, and the states by name."""
+
+    weights: StoredTensor
+    states: Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedParameter:
+    """A parameter's weight and its states: parts of a buffer."""
+
+    weight: StoredTensor
+    states: Mapping[str, StoredTensor]
+
+
+def flat_buffers(root: object) -> list[list[FlatBuffer] | None] | None:
+    """The buffers of each of the optimizers in the file with the content ``root``; None for one that another rank
+    saves, and for content of another form.
+    """
+    found: list[list[FlatBuffer] | None] = []
+    for saved in root if isinstance(root, list) else [root]:
+        if saved is None:
+            found.append(None)
+            continue
+        if not isinstance(saved, dict) or saved.get(_COALESCED) is not True:
+            return None
+        own: list[FlatBuffer] = []
+        for number, by_dtype in sorted((key, value) for key, value in saved.items() if type(key) is int):
+            if number != len(own) or not isinstance(by_dtype, dict) or len(by_dtype) != 1:
+                return None
+            buffer = _buffer(next(iter(by_dtype.values())))
+            if buffer is None:
+                return None
+            own.append(buffer)
+        found.append(own)
+    return found
+
+
+def _buffer(saved: object) -> FlatBuffer | None:
+    if not isinstance(saved, dict):
+        return None
+    tensors: dict[str, StoredTensor] = {
+        str(key): value for key, value in saved.items() if isinstance(value, StoredTensor)
+    }
+    length = (saved.get(_LENGTH),)
+    if _WEIGHTS not in tensors or any(flat.shape != length or flat.stride != (1,) for flat in tensors.values()):
+        return None
+    weights = tensors.pop(_WEIGHTS)
+    return FlatBuffer(weights, tensors)
+
+
+def parameters_in(
+    optimizers: Sequence[Sequence[FlatBuffer] | None],
+    chunks: Sequence[Mapping[str, StoredTensor]],
+    model: RankFile,
+    flat: RankFile,
+    files: Sequence[SourceFile],
+    sources: Sources,
+) -> dict[str, PlacedParameter] | None:
+    """The parameters in a rank's buffers; None unless there is exactly one way to place them.
+
+    ``chunks``: the parameters of each chunk of the model in the file ``model``; ``flat``: the file of the buffers.
+    """
+    found: dict[str, PlacedParameter] = {}
+    for number, buffers in enumerate(optimizers):
+        if buffers is None:
+            continue
+        lists = [
+            of_dtype
+            for chunk in chunks
+            for of_dtype in _by_dtype(
+                {
+                    name: copy
+                    for name, copy in chunk.items()
+                    if len(optimizers) == 1 or is_of_expert(name) is (number == 1)
+                }
+            )
+        ]
+        if len(lists) != len(buffers) or len(optimizers) > 2:
+            return None
+        for copies, buffer in zip(lists, buffers, strict=True):
+            starts = _starts(copies, buffer.weights, model, flat, files, sources)
+            if starts is None:
+                return None
+            for name, start in starts.items():
+                shape = copies[name].shape
+                states = {state: _part(tensor, start, shape) for state, tensor in buffer.states.items()}
+                found[name] = PlacedParameter(_part(buffer.weights, start, shape), states)
+    return found
+
+
+def _by_dtype(copies: Mapping[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
+    """Every dtype of a chunk has a buffer of its own."""
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for name, copy in copies.items():
+        found.setdefault(copy.dtype.name, {})[name] = copy
+    return list(found.values())
+
+
+def _starts(
+    copies: Mapping[str, StoredTensor],
+    weights: StoredTensor,
+    model: RankFile,
+    flat: RankFile,
+    files: Sequence[SourceFile],
+    sources: Sources,
+) -> dict[str, int] | None:
+    """Where each parameter begins in ``weights``; None unless the values leave one way."""
+    # By the end of the parameters so far and where their bucket begins, modulo the alignment: where they begin.
+    ways: dict[tuple[int, int], list[tuple[int, ...]]] = {(0, 0): [()]}
+    backwards = list(copies)[::-1]
+    for name in backwards:
+        copy = copies[name]
+        held = local_tensor(copy, model.file, model.rank)
+        more: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for (end, base), placed in ways.items():
+            aligned = end + (base - end) % _ALIGNMENT
+            own_bucket = [(end, end % _ALIGNMENT)] if aligned != end else []
+            for start, of_bucket in [(aligned, base), *own_bucket]:
+                if not _is_at(name, held, weights, start, flat, files, sources):
+                    continue
+                more.setdefault((start + prod(copy.shape), of_bucket), []).extend((*way, start) for way in placed)
+        ways = more
+        if not ways or sum(map(len, ways.values())) > _MAX_STATES:
+            return None
+    complete = {way for (end, _), placed in ways.items() if end == weights.shape[0] for way in placed}
+    if len(complete) != 1:
+        return None
+    return dict(zip(backwards, complete.pop(), strict=True))
+
+
+def _is_at(
+    name: str,
+    copy: Tensor,
+    weights: StoredTensor,
+    start: int,
+    flat: RankFile,
+    files: Sequence[SourceFile],
+    sources: Sources,
+) -> bool:
+    """Whether the weight at element ``start`` rounds to ``copy``."""
+    if start + prod(copy.shape) > weights.shape[0]:
+        return False
+    master = local_tensor(_part(weights, start, copy.shape), flat.file, flat.rank)
+    return first_different([(name, copy, master)], files, sources) is None
+
+
+def _part(tensor: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor:
+    offset = tensor.offset + start * tensor.dtype.itemsize
+    return StoredTensor(
+        tensor.dtype, shape, contiguous_stride(shape), offset, tensor.sharded, tensor.cloned, tensor.array
+    )
