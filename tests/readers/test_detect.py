@@ -203,7 +203,7 @@ REFUSALS = (
         for number, content in enumerate(({"model": MODEL}, OPTIM, BOTH))
     ),
     incomplete("slices numbered from 1", files({f"optim_{number}.pt": {**SLICED, "state": {0: SLICES}} for number in
-               (1, 2, 3)}), "but those of rank 0 are missing"),
+               (1, 2, 3)}), "but those of rank 0 are missing", about={"file": "DIR/optim_0.pt", "rank": 0}),
     several("optimizers numbered from 1", files({f"optim_{number}.pt": OPTIM for number in (1, 2, 3)}), "3 candidates"),
     *(
         several(f"slices as {' and '.join(names)}", files({f"{name}.pt": SLICED for name in names}),
@@ -240,7 +240,8 @@ REFUSALS = (
     # No checkpoint, or not yet
     unrecognised("no checkpoint", files({"notes.txt": "x", "sub/x.md": ""}), ".metadata", "notes.txt"),
     incomplete("an interrupted save", dcp_of({"model": MODEL}, lose("model/.metadata"), at="model"), "did not finish"),
-    incomplete("an upload that goes on", files({"model.pt": {"model": MODEL}, UPLOADING: ""}), "still being uploaded"),
+    incomplete("an upload that goes on", files({"model.pt": {"model": MODEL}, UPLOADING: ""}), "still being uploaded",
+               about={"file": f"DIR/{UPLOADING}"}),
 )  # fmt: skip
 
 

@@ -273,6 +273,7 @@ REFUSALS = (
         "one name in two shards",
         together(*(safetensors(f"model-0000{n}-of-00002.safetensors", {"a": torch.ones(3)}) for n in (1, 2))),
         "a is in two files that do not fit together",
+        about={"key": "a"},
     ),
     incomplete("a rank is missing", of_hugging_face(lose("shard-00002-*")), "\n  - shard-00002-*.safetensors\n"),
     corrupt("offsets of another tensor", chunk(torch.ones(3), {"b": {"saved_offsets": [0]}}), "DCP_SHARDING_INFO"),
@@ -283,7 +284,7 @@ REFUSALS = (
         for at in ([], [0, 0], [-1], [0.0], [True], ["0"], [1 << 62], None)
     ),
     *(
-        corrupt(f"chunks of two tensors: {other.ndim}", chunks(other), "do not fit together")
+        corrupt(f"chunks of two tensors: {other.ndim}", chunks(other), "do not fit together", about={"key": "a"})
         for other in (torch.ones(3).double(), torch.ones(3, 1))
     ),
     incomplete("what the document promises is missing", lacking_a_state, "\n  - state.0.exp_avg\n", "\n  - gone\n"),

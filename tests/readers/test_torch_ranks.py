@@ -571,7 +571,7 @@ REFUSALS = (
     # Ranks that are missing
     incomplete("one of two", copied(SHARDED_TENSORS, lose("model_1.pt", "optim*")), "1 of 2 ranks is missing: 1\n"),
     incomplete("a gap in the names", four(lose("model_[12].pt")), "2 of 4 ranks are missing: 1, 2\n"),
-    incomplete("the last two", four(lose("model_[23].pt")), "2 of 4 ranks are missing: 2, 3\n"),
+    incomplete("the last two", four(lose("model_[23].pt")), "2 of 4 ranks are missing: 2, 3\n", about={"rank": 2}),
     incomplete("rank 0 by content", under("checkpoint_{}.pt", 1, 2, 3, of=(1, 2, 3)), "1 of 4 ranks is missing: 0\n"),
     # Numbers of files that are not those of ranks: the content says which rank saved a file
     *(
@@ -590,14 +590,14 @@ REFUSALS = (
     corrupt("a file of a larger run", four(put("model_4.pt", {"model": {"a": numbered(3)}})),
             "do not belong to a world of 4 ranks"),
     # Contents
-    unsafe("one unsafe file", four(put("model_2.pt", {"model": Harm()})), "DIR/model_2.pt"),
+    unsafe("one unsafe file", four(put("model_2.pt", {"model": Harm()})), about={"file": "DIR/model_2.pt"}),
     *(
         corrupt(f"a place outside of the mesh: {place}", on_ranks(2, at(place)), "coordinate outside its mesh")
         for place in ([2], [-1], [0, 0])
     ),
     unsupported("partial sums", on_ranks(2, as_dtensor(numbered(2, 2), Partial())), "a.w is placed as Partial"),
     corrupt("a local tensor of another shape", on_ranks(2, as_dtensor(numbered(3, 2), Shard(0), shape=(9, 2),
-            stride=(2, 1))), "a.w: the local tensor is not what"),
+            stride=(2, 1))), "a.w: the local tensor is not what", about={"key": "a.w"}),
 )  # fmt: skip
 
 
