@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.readers import test_deepspeed, test_deepspeed_experts, test_deepspeed_parallel, test_deepspeed_universal
+from tests.readers import (
+    test_deepspeed,
+    test_deepspeed_experts,
+    test_deepspeed_parallel,
+    test_deepspeed_universal,
+    test_megatron_torch_ranks,
+)
 from tests.readers.contents import opened
 from tests.readers.junk import refusals, save
 
@@ -35,6 +41,16 @@ def experts(directory: Path) -> dict[str, Any]:
     return {f"step/{name}": {"optimizer_state_dict": {**states, "base_optimizer_state": base}}}
 
 
+def megatron_ranks(directory: Path) -> dict[str, Any]:
+    job = test_megatron_torch_ranks.Job(2, 4, 2, gated=True)
+    job.save(directory)
+    content = job.content(1)
+    content["args"] = job.arguments(1)
+    content["model"] = {name: value for name, value in content["model"].items() if "final" in name}
+    content["optimizer"]["optimizer"]["state"] = {}
+    return {"iter_0000007/mp_rank_01/model_optim_rng.pt": content}
+
+
 # A function that saves the files and returns those to change, and how many changed checkpoints at least are refused
 CHANGED: dict[str, tuple[Callable[[Path], dict[str, Any]], int]] = {
     "zero-2": (all_of(test_deepspeed._old_files(2)), 80),
@@ -43,6 +59,7 @@ CHANGED: dict[str, tuple[Callable[[Path], dict[str, Any]], int]] = {
     "universal-of-zero-3": (all_of(test_deepspeed_universal._files(flat=True)), 80),
     "tensor-parallel": (tensor_parallel, 30),
     "experts": (experts, 40),
+    "megatron-ranks": (megatron_ranks, 60),
 }
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import FsdpckptError, SourceUnsupportedError
 from fsdpckpt.readers.megatron_torch.reader import MegatronTorchReader
 from fsdpckpt.testing import ReaderContract
+from tests.makers import Change, Make, lose, put, swap
 from tests.readers.contents import opened
-from tests.readers.junk import refusals
+from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
 
 MEGATRON = Path(__file__).parent.parent / "golden" / "megatron"
 WIDTH, HEAD, INNER, WORDS, LAYERS = 6, 5, 12, 24, 2
@@ -197,57 +198,6 @@ def test_ranks_and_one_rank_of_the_same_model_are_equal(tmp_path: Path) -> None:
     assert fsdpckpt.diff(parallel, alone, only="model").same
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "found"),
-    [
-        ("num_query_groups", 4, "args say"),
-        ("num_query_groups", 1, "not divided among 2 ranks"),
-        ("group_query_attention", None, "args.group_query_attention is None"),
-        ("kv_channels", 4, "args say"),
-        ("swiglu", None, "args.swiglu is None"),
-        ("swiglu", False, "args say"),
-        ("ffn_hidden_size", 1 << 70, "args say"),
-        ("padded_vocab_size", WORDS * 2, "args say"),
-    ],
-)
-def test_arguments_that_do_not_say_how_weights_are_cut_are_refused(
-    name: str, value: Any, found: str, tmp_path: Path
-) -> None:
-    source = Job(2, 4, 2, gated=True).save(tmp_path / "run", lambda content: setattr(content["args"], name, value))
-    with pytest.raises(SourceUnsupportedError, match="cannot tell how") as error:
-        opened(source)
-    assert any(found in detail for detail in error.value.details), error.value.details
-    assert "torch_dist" in str(error.value.next_step)
-
-
-def test_parameters_that_megatron_core_does_not_have_are_named(tmp_path: Path) -> None:
-    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
-    source = Job(2, 4, 2, gated=True).save(
-        tmp_path / "run", lambda content: content["model"].update({name: torch.ones(2, 2)})
-    )
-    with pytest.raises(SourceUnsupportedError, match="1 parameter of 2 tensor-parallel ranks") as error:
-        opened(source)
-    assert error.value.details[0].startswith(name)
-
-
-@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
-def test_directories_of_a_run_that_is_less_parallel_are_refused(name: str, tmp_path: Path) -> None:
-    source = Job(2, 4, 2, gated=True).save(tmp_path / "run", lambda content: setattr(content["args"], name, 2))
-    with pytest.raises(SourceCorruptError, match="files of 2 tensor-parallel ranks") as error:
-        opened(source)
-    assert error.value.found == "mp_rank_00, mp_rank_01"
-
-
-def test_ranks_that_are_missing_are_named(tmp_path: Path) -> None:
-    source = Job(3, 6, 3, gated=True).save(tmp_path / "run")
-    (source / "iter_0000007" / "mp_rank_02" / "model_optim_rng.pt").unlink()
-    with pytest.raises(SourceIncompleteError, match="mp_rank_02"):
-        opened(source)
-    (source / "iter_0000007" / "mp_rank_02").rmdir()
-    with pytest.raises(SourceIncompleteError, match="1 tensor-parallel rank"):
-        opened(source)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_that_nothing_names_leaves_the_weights(tmp_path: Path) -> None:
     """Buffers of the distributed optimizer, and weights that do not round to the model's copies."""
@@ -268,25 +218,6 @@ def test_an_optimizer_that_nothing_names_leaves_the_weights(tmp_path: Path) -> N
         fsdpckpt.convert(source, tmp_path / f"{source.name}.pt", only="model")
         written = torch.load(tmp_path / f"{source.name}.pt")
         assert all(torch.equal(written[name], value.bfloat16()) for name, value in job.whole.items())
-
-
-def test_ranks_of_two_jobs_are_corrupt(tmp_path: Path) -> None:
-    source = Job(2, 4, 2, gated=True).save(tmp_path / "run")
-    Job(4, 4, 4, gated=True).save(tmp_path / "other")
-    last = "iter_0000007/mp_rank_01/model_optim_rng.pt"
-    (source / last).write_bytes((tmp_path / "other" / last).read_bytes())
-    with pytest.raises(SourceCorruptError, match=r"its args\.tensor_model_parallel_size is not that of the first rank"):
-        opened(source)
-
-
-def test_files_of_junk_are_refused_or_read(tmp_path: Path) -> None:
-    job = Job(2, 4, 2, gated=True)
-    step = job.save(tmp_path / "run") / "iter_0000007"
-    content = job.content(1)
-    content["args"] = job.arguments(1)
-    content["model"] = {name: value for name, value in content["model"].items() if "final" in name}
-    content["optimizer"]["optimizer"]["state"] = {}
-    assert refusals({"mp_rank_01/model_optim_rng.pt": content}, step, seed=3) > 60
 
 
 class TestRanks(ReaderContract):
@@ -311,27 +242,84 @@ class TestRanks(ReaderContract):
         return directory / "iter_0000007"
 
 
-def test_ranks_in_each_others_directories_are_refused(tmp_path: Path) -> None:
-    """Shards of equal shapes: only ``args.rank`` shows it, unless one process saved all of them."""
-    job = Job(2, 4, 2, gated=True)
-    iteration = job.save(tmp_path / "run") / "iter_0000007"
-    for old, new in (("00", "other"), ("01", "00"), ("other", "01")):
-        (iteration / (f"mp_rank_{old}")).rename(iteration / f"mp_rank_{new}")
-    with pytest.raises(SourceCorruptError, match="in each other's directories") as raised:
-        opened(tmp_path / "run")
-    assert raised.value.details[0].endswith("mp_rank_00/model_optim_rng.pt: saved by rank 1")
-    job.save(tmp_path / "converted", lambda content: setattr(content["args"], "rank", 0))
-    assert not opened(tmp_path / "converted").problems
+def saved(change: Callable[[dict[str, Any]], object], *changes: Change, ranks: int = 2) -> Make:
+    """What tensor-parallel ranks save, their contents and then their files changed."""
+
+    def make(directory: Path) -> None:
+        Job(ranks, 2 * ranks, ranks, gated=True).save(directory, change)
+        for after in changes:
+            after(directory)
+
+    return make
 
 
-@pytest.mark.parametrize("name", ["iteration", "swiglu", "num_attention_heads"])
-def test_ranks_of_different_saves_are_refused(name: str, tmp_path: Path) -> None:
-    def change(content: dict[str, Any]) -> None:
-        if content["args"].rank == 1 and name == "iteration":
-            content["iteration"] = 8
-        elif content["args"].rank == 1:
-            setattr(content["args"], name, 2 * getattr(content["args"], name))
+def as_it_is(_content: dict[str, Any]) -> None:
+    return None
 
-    run = Job(2, 4, 2, gated=True).save(tmp_path / "run", change)
-    with pytest.raises(SourceCorruptError, match=rf"its (args\.)?{name} is not that of the first rank"):
-        opened(run)
+
+def args(**settings: Any) -> Callable[[dict[str, Any]], object]:
+    """The arguments of the run are others on every rank."""
+    return lambda content: vars(content["args"]).update(settings)
+
+
+def on_last(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda content: change(content) if content["args"].rank == 1 else None
+
+
+def of_another_job(directory: Path) -> None:
+    content = Job(4, 4, 4, gated=True).content(1)
+    put(f"{ITERATION}/mp_rank_01/model_optim_rng.pt", content)(directory)
+
+
+ITERATION, EXPERT = "iter_0000007", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+NOT_OF_FIRST = "is not that of the first rank"
+CUTS = (  # arguments that do not say how weights are cut, and what is said of one of them
+    ({"num_query_groups": 4}, "args say"),
+    ({"num_query_groups": 1}, "not divided among 2 ranks"),
+    ({"group_query_attention": None}, "args.group_query_attention is None"),
+    ({"kv_channels": 4}, "args say"),
+    ({"swiglu": None}, "args.swiglu is None"),
+    ({"swiglu": False}, "args say"),
+    ({"ffn_hidden_size": 1 << 70}, "args say"),
+    ({"padded_vocab_size": WORDS * 2}, "args say"),
+)
+REFUSALS = (
+    *(
+        unsupported(str(settings), saved(args(**settings)), "cannot tell how", says, "torch_dist")
+        for settings, says in CUTS
+    ),
+    unsupported(
+        "a parameter that Megatron-core does not have",
+        saved(lambda content: content["model"].update({EXPERT: torch.ones(2, 2)})),
+        f"1 parameter of 2 tensor-parallel ranks is split\n  - {EXPERT}: ",
+    ),
+    *(
+        corrupt(f"directories of a run with {name}", saved(args(**{name: 2})), "files of 2 tensor-parallel ranks",
+                "found mp_rank_00, mp_rank_01")
+        for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")
+    ),
+    incomplete("a rank without its file", saved(as_it_is, lose("*/mp_rank_02/*.pt"), ranks=3), "mp_rank_02"),
+    incomplete("a rank is missing", saved(as_it_is, lose("*/mp_rank_02"), ranks=3), "1 tensor-parallel rank"),
+    corrupt("a rank of another job", saved(as_it_is, of_another_job),
+            f"its args.tensor_model_parallel_size {NOT_OF_FIRST}"),
+    corrupt("a later iteration", saved(on_last(lambda content: content.update(iteration=8))),
+            f"its iteration {NOT_OF_FIRST}"),
+    *(
+        corrupt(f"another {name}", saved(on_last(args(**{name: value}))), f"its args.{name} {NOT_OF_FIRST}")
+        for name, value in (("swiglu", 2), ("num_attention_heads", 8))
+    ),
+    # Shards of equal shapes: only args.rank shows it, unless one process saved all of them.
+    corrupt("ranks in each other's directories", saved(as_it_is, swap(*(f"{ITERATION}/mp_rank_0{rank}" for rank in
+            range(2)))), "in each other's directories", "mp_rank_00/model_optim_rng.pt: saved by rank 1"),
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_of(REFUSALS)
+def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
+    refusal.require(tmp_path)
+
+
+def test_ranks_that_one_process_saved_are_in_no_others_directories(tmp_path: Path) -> None:
+    saved(args(rank=0))(tmp_path)
+    assert not opened(tmp_path).problems
