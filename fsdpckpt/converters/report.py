@@ -22,6 +22,7 @@ from fsdpckpt.ir.files import require_stored
 from fsdpckpt.ir.rows import undetermined
 from fsdpckpt.ir.targets import LinkedFile, Target
 from fsdpckpt.ir.units_json import encode
+from fsdpckpt.ir.values import encode as encode_value
 from fsdpckpt.notebook import table
 from fsdpckpt.options import LinkMode
 from fsdpckpt.producers import Flavor
@@ -232,7 +233,12 @@ def encode_manifest(
 def _section_units(checkpoint: Checkpoint) -> dict[str, object]:
     """The entry with the units of each named section that has some, and where the section is."""
     entries = [
-        {"section": str(named.section), "name": named.name, "path": list(named.path), "units": encode(named.units)}
+        {
+            "section": str(named.section),
+            "name": named.name,
+            "path": encode_value(list(named.path)),
+            "units": encode(named.units),
+        }
         for named in checkpoint.named
         if named.units is not None
     ]

@@ -2,7 +2,8 @@
 
 ``remainder`` and ``placed`` undo each other, as both go by one thing: the *frame* of a state dict, which is its
 containers on the way to sections. A frame has the keys and positions of those containers and is of their types; it is
-None where no section is below. It tells a position in a list from a number that is the key of a dict.
+None where no section is below; in the place of a section it may have an empty OrderedDict, which that is then. It tells
+a position in a list from a number that is the key of a dict.
 
 Items of lists and tuples never move: an empty dict is in the place of a section that others follow. A container in
 which nothing is left is taken out with its sections, and the frame has it.
@@ -23,7 +24,10 @@ Path: TypeAlias = tuple[Key, ...]
 
 def frame_of(value: Value, paths: Iterable[Path]) -> Frame:
     """The frame of ``value`` with sections at ``paths``."""
+    paths = list(paths)
     below = _by_first_key(paths)
+    if () in paths and isinstance(value, OrderedDict) and not vars(value):
+        return OrderedDict()
     if not below:
         return None
     if isinstance(value, dict):
@@ -76,6 +80,8 @@ def placed(value: Value, path: Path, new: Value, frame: Frame = None) -> Value:
     number and a dict for any other key.
     """
     if not path:
+        if isinstance(frame, OrderedDict) and isinstance(new, dict) and not isinstance(new, OrderedDict):
+            new = OrderedDict(new)
         return _merged(value, new) if isinstance(value, dict) and isinstance(new, dict) else new
     key, rest = path[0], path[1:]
     like_it = _container(value, frame, key)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fsdpckpt.ir.values import Json, Key, Value, encode
+from fsdpckpt.ir.values import Json, Key, Value, encode, require_key
 
 
 class LostDict(NamedTuple):
@@ -32,7 +32,7 @@ class LostDict(NamedTuple):
         path, keys = data["path"], decode(data["keys"])
         if not isinstance(path, list) or not all(type(part) in (str, int) for part in path):
             raise TypeError("a path has texts and positions")
-        return cls(tuple(path), tuple({key: None for key in keys}), data["ordered"] is True)  # noqa: C420 (hashable)
+        return cls(tuple(path), tuple(map(require_key, keys)), data["ordered"] is True)
 
 
 def lost_in(value: Value, path: tuple[str | int, ...] = ()) -> Iterator[LostDict]:

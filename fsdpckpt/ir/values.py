@@ -396,7 +396,7 @@ class Decoder:
         return [self.decode(item) for item in data]
 
     def decode_pairs(self, data: Json) -> list[tuple[Key, Value]]:
-        return [(_key(key), value) for key, value in map(_pair, self.decode_items(data))]
+        return [(require_key(key), value) for key, value in map(_pair, self.decode_items(data))]
 
     def decode_bytes(self, data: Any) -> bytes:
         return base64.b64decode(data, validate=True)
@@ -419,10 +419,12 @@ def _pair(data: Json) -> list[Any]:
     return data
 
 
-def _key(value: Any) -> Key:
-    if isinstance(value, (list, dict, set, Tensor)):
-        raise TypeError(f"a {type(value).__name__} cannot be a key")
-    return value  # type: ignore[no-any-return]  # a tuple of unhashable values raises TypeError when it is used
+def require_key(value: Any) -> Key:
+    """``value``, which may be a key. Raises TypeError for one that may not."""
+    hash(value)
+    if isinstance(value, Tensor):
+        raise TypeError("a Tensor cannot be a key")
+    return value  # type: ignore[no-any-return]  # narrowed by what can be hashed
 
 
 def _decode_object(decoder: Decoder, record: Any) -> Object:
@@ -440,7 +442,7 @@ def _decode_object(decoder: Decoder, record: Any) -> Object:
 _DECODERS: Mapping[str, Callable[[Decoder, Any], Any]] = {
     "$dict": lambda decoder, data: dict(decoder.decode_pairs(data)),
     "$tuple": lambda decoder, data: tuple(decoder.decode_items(data)),
-    "$set": lambda decoder, data: set(map(_key, decoder.decode_items(data))),
+    "$set": lambda decoder, data: set(map(require_key, decoder.decode_items(data))),
     "$float": lambda _, data: struct.unpack(">d", bytes.fromhex(data))[0],
     "$complex": lambda decoder, data: complex(*_pair(decoder.decode_items(data))),
     "$bytes": lambda decoder, data: decoder.decode_bytes(data),

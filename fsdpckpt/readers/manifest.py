@@ -37,6 +37,7 @@ from fsdpckpt.ir.spans import stored_bytes
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.values import Key, require_key
 from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.readers.side_files import auxiliary, section_of_name
@@ -249,10 +250,10 @@ def _with_section_units(checkpoint: Checkpoint, recorded: object, path: str) -> 
     """Give the named sections of ``checkpoint`` the units that were recorded with them, by their places."""
     units_at: dict[tuple[str, tuple[object, ...]], Units | None] = {}
     for entry in recorded if isinstance(recorded, list) else ():
-        keys = entry.get("path") if isinstance(entry, dict) else None
-        if isinstance(keys, list) and all(isinstance(key, (str, int)) for key in keys):
+        keys = _recorded_path(entry.get("path"), path) if isinstance(entry, dict) else None
+        if keys is not None:
             found = _units(entry.get("units"), path)
-            units_at[str(entry.get("section")), tuple(keys)] = found.units if found is not None else None
+            units_at[str(entry.get("section")), keys] = found.units if found is not None else None
             if found is not None and found.refused:
                 _enter_refused(checkpoint, found)
     checkpoint.named = tuple(
@@ -260,6 +261,15 @@ def _with_section_units(checkpoint: Checkpoint, recorded: object, path: str) -> 
     )
     evidence = Evidence(EvidenceKind.UNITS, f"{path} says what lies in the flat parameters of each section")
     checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
+
+
+def _recorded_path(recorded: object, path: str) -> tuple[Key, ...] | None:
+    """The keys of a section, None for a record that this program does not write."""
+    try:
+        keys = decode_allowed(recorded, file=path) if isinstance(recorded, list) else None
+        return tuple(map(require_key, keys)) if isinstance(keys, list) else None
+    except (TypeError, SourceError):  # what is no key
+        return None
 
 
 def with_manifests_of_parts(checkpoint: Checkpoint, directory: str, sources: Sources) -> None:

@@ -251,8 +251,9 @@ def _find_main_model(root: dict[Key, Value], candidates: Mapping[KeyPath, bool],
     """Take the main model; none if nothing shows which of several it is."""
     named = [path for path in candidates if path[-1] in MODEL_NAMES]
     with_optimizer = {optimizer.path[:-1] for optimizer in sections.named} - {()}
-    if len({path[:-1] for path in named} & with_optimizer) > 1:  # each beside an optimizer of its own
-        return
+    jobs = {path[:-1] for path in candidates} & with_optimizer
+    if len(jobs) > 1:  # each model beside an optimizer of its own: none of these is the main one
+        named = [path for path in named if path[:-1] not in jobs]
     if named:  # "model" beside "ema.model": the outer one is the model
         named = [path for path in named if len(path) == min(map(len, named))]
     called_model = [path for path in named if path[-1] != WEIGHTS]
