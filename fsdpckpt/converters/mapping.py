@@ -17,7 +17,7 @@ from fsdpckpt.converters.target.decision import Decision, MapDecision
 from fsdpckpt.errors import UsageError
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.ir import Layout
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.row_names import normalise
 from fsdpckpt.ir.table import Table
 from fsdpckpt.ir.tensors import Tensor
@@ -50,6 +50,11 @@ def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Dra
     checkpoint = names.report_wrappers(Table.of(plain).with_plain_words().written(plain))
     checkpoint, applied = _mapped(checkpoint, draft.opened, maps, mapping, draft.sources)
     key_type = decision.options.key_type or draft.source_keys
+    if key_type != "id" and not mapping.knows_target and of_new_model.request.parameters is not None:
+        unused = (
+            f"{flags.parameters} had no effect: it lists the parameters of the new model, whose optimizer has no ids"
+        )
+        checkpoint = checkpoint.noted(Note("unused", unused))
     if key_type == "id" and decision.layout is not Layout.FLATTENED and checkpoint.optim is not None:
         checkpoint, of_new_model = in_order_of_ids(checkpoint, given, of_new_model, mapping.options.map)
     return replace(

@@ -109,6 +109,16 @@ def test_a_list_that_lacks_a_new_parameter_is_refused_with_its_name(tmp_path: Pa
         convert(tmp_path, "apart.pt", "fused.pt", key_type="id", parameters=path)
 
 
+def test_a_list_that_no_id_needs_is_said_to_have_no_effect(tmp_path: Path, saved: State) -> None:
+    path = listed(experts.fused(), tmp_path / "names.txt")
+    report = fsdpckpt.convert(
+        tmp_path / "apart.pt", tmp_path / "fused.pt", map=tmp_path / "experts.toml", parameters=path
+    )
+    assert [note.message for note in report.notes if note.kind == "unused"] == [
+        "--parameters had no effect: it lists the parameters of the new model, whose optimizer has no ids"
+    ]
+
+
 RENAME = """
 format = 1
 rest = "keep"
