@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -52,11 +53,16 @@ def training_state(seed: int = 1) -> dict[str, object]:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 4}
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    path = tmp_path / "step-2.pt"
+@pytest.fixture(scope="session")
+def trained_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trained") / "step-2.pt"
     torch.save(training_state(), path)
     return path
+
+
+@pytest.fixture
+def saved(trained_file: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(trained_file, tmp_path))
 
 
 @pytest.fixture

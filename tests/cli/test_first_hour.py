@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 
 import fsdpckpt
 from fsdpckpt.cli.app import app
-from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run
 
 
@@ -26,30 +24,6 @@ def by_rank(tmp_path: Path) -> Path:
         optim = {"state": {0: {"exp_avg": torch.full((5, 2), 1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
         torch.save(optim, directory / f"optim_world_size_3_rank_{rank}.pt")
     return directory
-
-
-@pytest.fixture
-def ddp(tmp_path: Path) -> Path:
-    """What transformers' Trainer saves without FSDP."""
-    from safetensors.torch import save_file
-
-    directory = tmp_path / "checkpoint-3"
-    directory.mkdir()
-    save_file({"w": torch.ones(4, 2), "v": torch.ones(3)}, directory / "model.safetensors", {"format": "pt"})
-    state = {number: {"exp_avg": torch.ones(shape)} for number, shape in enumerate([(4, 2), (3,)])}
-    torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, directory / "optimizer.pt")
-    torch.save({"last_epoch": 3, "_last_lr": [0.1]}, directory / "scheduler.pt")
-    (directory / "trainer_state.json").write_text('{"global_step": 3}')
-    torch.save({}, directory / "training_args.bin")
-    return directory
-
-
-def test_a_ddp_checkpoint_has_nothing_to_reshard_and_one_line_says_so(run: Run, ddp: Path, tmp_path: Path) -> None:
-    with Sources() as sources:
-        assert open_checkpoint(str(ddp), sources=sources).flavor == "trainer-ddp"
-    done = run("convert", ddp, tmp_path / "on-6", "--world-size", "6")
-    assert done.code == 2
-    assert done.err.splitlines()[0].endswith(f"{ddp} is a full (DDP) checkpoint, which every rank loads whole")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -83,13 +57,6 @@ def test_verify_names_what_can_be_converted_without_the_rest(
     assert "take the model alone, which is complete: add --only model" in refused.err
 
 
-def test_verify_of_what_cannot_be_read_alone_promises_nothing(run: Run, by_rank: Path) -> None:
-    for section in ("model", "optim"):
-        (by_rank / f"{section}_world_size_3_rank_1.pt").unlink()
-    refused = run("verify", by_rank)
-    assert refused.code == 3 and "--only" not in refused.err
-
-
 @pytest.mark.parametrize(
     ("first", "second", "shown"),
     [
@@ -114,23 +81,6 @@ def test_learning_rates_have_as_many_digits_as_one_reads(
     assert f"lr={first:.6g}, initial_lr={first:.6g}, eps={1 / 3!r}" in inspected
 
 
-def test_if_nothing_is_complete_the_error_promises_nothing(run: Run, by_rank: Path, tmp_path: Path) -> None:
-    (by_rank / "model_world_size_3_rank_1.pt").unlink()
-    (by_rank / "optim_world_size_3_rank_1.pt").unlink()
-    refused = run("convert", by_rank, tmp_path / "out.pt", "--to", "full")
-    assert refused.code == 3 and "--only" not in refused.err
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [("ls", "inspect"), ("info", "inspect"), ("compare", "diff"), ("check", "verify"), ("merge", "convert"),
-     ("vrify", "verify")],
-)  # fmt: skip
-def test_a_command_of_another_program_is_answered_with_ours(run: Run, given: str, meant: str) -> None:
-    done = run(given, "somewhere")
-    assert done.code == 2 and f"did you mean fsdpckpt {meant}?" in done.err
-
-
 def test_a_module_in_place_of_a_glob_is_answered_with_the_glob(run: Run, tmp_path: Path) -> None:
     keys = [f"layers.{number}.mlp.{part}.weight" for number in range(2) for part in ("up", "down")]
     torch.save({key: torch.ones(2) for key in keys}, tmp_path / "a.pt")
@@ -141,12 +91,6 @@ def test_a_module_in_place_of_a_glob_is_answered_with_the_glob(run: Run, tmp_pat
         assert glob == f"{module.rstrip('.')}.*"
         shown = json.loads(run("inspect", tmp_path / "a.pt", "--keys", glob, "--json").out)["tensors"]
         assert [tensor["key"] for tensor in shown] == keys[2:]
-
-
-def test_an_empty_parameters_file_is_the_command_lines_fault(run: Run, by_rank: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    done = run("convert", by_rank, tmp_path / "out.pt", "--to", "full", "--parameters", tmp_path / "empty.txt")
-    assert done.code == 2 and "the file is empty" in done.err
 
 
 def test_keys_are_completed_up_to_the_next_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,39 +44,6 @@ def test_a_units_file_that_nothing_needs_is_noted(run: Run, saved: Path, units: 
     assert (tmp_path / "out.pt").exists()
 
 
-def test_several_settings_that_nothing_needs_are_all_named(run: Run, saved: Path, tmp_path: Path) -> None:
-    done = run("convert", saved, tmp_path / "out.pt", "--strategy", "no-shard", "--use-orig-params")
-    assert done.code == 2
-    assert "--use-orig-params and --strategy have no effect" in done.err
-    assert "next: drop --use-orig-params and --strategy, or add --to flattened" in done.err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"0.weight\n0.bias\n\n0.weight\n", "more than once"),
-        (b" \n", "names no parameter"),
-        (b"\x80", "not a text file"),
-    ],
-    ids=["twice", "empty", "binary"],
-)
-def test_a_file_that_is_not_a_list_of_parameters_is_refused(
-    run: Run, saved: Path, tmp_path: Path, text: bytes, message: str
-) -> None:
-    names = tmp_path / "names.txt"
-    names.write_bytes(text)
-    done = run("convert", saved, tmp_path / "out.pt", "--key-type", "name", "--parameters", names)
-    assert done.code == (2 if message == "names no parameter" else 3)
-    assert f"--parameters {names}" in done.err and message in done.err
-
-
-def test_root_only_beside_other_units_is_refused(run: Run, raw: Path, saved: Path, tmp_path: Path) -> None:
-    wrapping = ("--unit", "0", "--unit", "none")
-    done = run("convert", raw, tmp_path / "out.pt", "--reference", saved, *wrapping)
-    assert done.code == 2
-    assert "--unit none says that only the root is wrapped" in done.err
-
-
 def test_verify_says_what_it_could_not_prove(run: Run, raw: Path) -> None:
     done = run("verify", raw)
     assert done.code == 0
@@ -85,9 +52,3 @@ def test_verify_says_what_it_could_not_prove(run: Run, raw: Path) -> None:
     done = run("verify", raw, "--json")
     assert done.code == 1
     assert any("these units are not used" in problem["message"] for problem in json.loads(done.out)["problems"])
-
-
-def test_diff_of_slices_without_names_asks_for_units(run: Run, raw: Path) -> None:
-    done = run("diff", raw, GOLDEN / "torch-2.4" / "f1_tiny_f" / "truth" / "full.pt", "--only", "optim")
-    assert done.code == 4
-    assert "next: add --unit GLOB" in done.err and "or --units FILE" in done.err

@@ -97,41 +97,6 @@ def test_streams_that_are_closed_or_full_give_no_traceback(saved: Path, line: st
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
-def test_every_error_has_a_next_step(run: Run, saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "nothing.pt").write_bytes(b"")
-    torch.save([1, 2], tmp_path / "list.pt")
-    for source in (
-        "~/nowhere",
-        tmp_path / "nowhere",
-        f"{saved}/",
-        tmp_path / "empty",
-        tmp_path / "nothing.pt",
-        tmp_path / "list.pt",
-        "nosuch://store/x",
-        "https://[host/x",
-        "https://host]/x",
-        "s3://[bucket/x",
-        "/dev/null",
-    ):
-        done = run("inspect", source)
-        assert done.code == 3
-        assert "\nnext: " in done.err, source
-
-
-def test_a_trailing_slash_after_a_file_is_explained(run: Run, saved: Path) -> None:
-    assert f"give {saved} itself" in run("inspect", f"{saved}/").err
-
-
-@pytest.mark.parametrize("below", ["", "/", "/step-1"])
-def test_a_link_to_nothing_is_not_called_misspelt(run: Run, tmp_path: Path, below: str) -> None:
-    (tmp_path / "latest").symlink_to("step-9")
-    done = run("inspect", f"{tmp_path / 'latest'}{below}")
-    assert done.code == 3
-    assert f"why:  {tmp_path / 'latest'} is a link to step-9, which does not exist\n" in done.err
-    assert f"ls -l {tmp_path / 'latest'}\n" in done.err
-
-
 def test_a_pipe_is_refused_and_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     command = [*PROGRAM, "inspect", str(tmp_path / "pipe.pt")]
@@ -173,51 +138,6 @@ def test_the_file_of_one_rank_points_to_its_directory_and_a_damaged_one_is_not_c
     assert f"{one.name} is not a torch.save file (0 bytes)" in done.err
 
 
-def test_a_reference_that_does_not_exist_is_an_error_also_where_it_is_not_needed(
-    run: Run, saved: Path, tmp_path: Path
-) -> None:
-    done = run("convert", saved, tmp_path / "out.pt", "--reference", tmp_path / "missing")
-    assert done.code == 3 and "missing does not exist" in done.err
-    assert not (tmp_path / "out.pt").exists()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--tensor", "sharded-tensor"],
-        ["--max-shard-size", "1MB"],
-        ["--exclude", "*"],
-        ["--max-memory", "1e400"],
-        ["--max-memory", "9" * 400],
-        ["--dtype", "bf16"],
-    ],
-)
-def test_options_that_cannot_work_are_2(run: Run, saved: Path, tmp_path: Path, options: list[str]) -> None:
-    done = run("convert", saved, tmp_path / "out.pt", "--only", "model", *options)
-    assert done.code == 2, done.err
-    assert "\nnext: " in done.err
-    assert not (tmp_path / "out.pt").exists()
-
-
-def test_a_glob_of_buffers_that_matches_nothing_is_2(run: Run, saved: Path, tmp_path: Path) -> None:
-    done = run("convert", saved, tmp_path / "out", "--to", "sharded", "--buffers", "running_maen")
-    assert done.code == 2
-    assert "--buffers running_maen matches no model key" in done.err
-
-
-@pytest.mark.parametrize("target", ["", "existing.pt/", "existing.pt/below"])
-def test_odd_targets_never_replace_anything(
-    run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    existing = tmp_path / "existing.pt"
-    existing.write_bytes(b"existing")
-    done = run("convert", saved, target, "--to", "full")
-    assert done.code in (2, 5)
-    assert existing.read_bytes() == b"existing"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["existing.pt", "step-2.pt"]
-
-
 def test_names_cannot_write_to_the_terminal(run: Run, tmp_path: Path) -> None:
     torch.save({"a\n\x1b[2Jb": torch.randn(2, 2)}, tmp_path / "odd.pt")
     assert run("inspect", tmp_path / "odd.pt", "--names-only").out == "a\\n\\x1b[2Jb\n"
@@ -245,60 +165,6 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
     assert f"{tmp_path} contains 8 checkpoints" in done.err
     shown = run("inspect", tmp_path)
     assert (shown.code, shown.out.count("  no\n")) == (3, 8), "none of them can be read"
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "code", "message"),
-    [
-        ("", "out.pt", 2, "SRC is empty"),
-        ("saved", "", 2, "DST is empty"),
-        ("saved", "-", 2, "- is not standard output"),
-        ("saved", "./", 5, "is the current directory"),
-        ("saved", "~/out.pt", 2, "'./~/out.pt' for a directory called ~"),
-        ("saved", "memory://somewhere/out.pt", 5, "gone when it ends"),
-        ("saved", "foo://somewhere/out.pt", 5, "Protocol not known"),
-        ("saved", "http://127.0.0.1:9/out.pt", 5, "does not write to them"),
-        ("/dev/null", "out.pt", 3, "pipe or a device"),
-    ],
-)
-def test_sources_and_targets_that_cannot_be_have_the_right_code(
-    run: Run,
-    saved: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    target: str,
-    code: int,
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = set(tmp_path.iterdir())
-    done = run("convert", saved if source == "saved" else source, target)
-    assert done.code == code
-    assert message in done.err
-    assert set(tmp_path.iterdir()) == before
-
-
-def test_a_link_to_itself_is_not_a_matter_of_permissions(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    done = run("inspect", tmp_path / "loop")
-    assert done.code == 3
-    assert "Too many levels of symbolic links" in done.err
-    assert f"ls -l {tmp_path / 'loop'}" in done.err
-    assert "permissions" not in done.err
-
-
-def test_a_package_without_a_known_name_is_not_part_of_a_command(run: Run) -> None:
-    done = run("inspect", "oci://bucket/saved")  # fsspec says that it needs ocifs
-    assert done.code == 3
-    assert "ocifs" in done.err
-    assert "pip install" not in done.err
-
-
-def test_the_root_of_the_file_system_is_not_searched(run: Run) -> None:
-    done = run("inspect", "/")
-    assert done.code == 3
-    assert "root of the file system" in done.err
 
 
 def test_a_directory_that_may_not_be_read_is_3_and_the_next_step_shows_its_owner(

@@ -193,6 +193,8 @@ NAMES: dict[str, Row] = {
         ALIKE, Refused(4, details=UNDECIDED), reference=named("eab cnh")),
     "the same in DistributedDataParallel": Row(
         ids("en ha", "hean", model_lead="module."), reference=named("en ah", "")),
+    "a sorted reference with a name that the model lacks": Row(
+        ids("en ah", "enah"), Refused(3, "h is not in the param groups of"), reference=named("en ax", "")),
     "a sorted reference says them in the order of the model": Row(
         ids("en ha", "hean"), reference=named("en ah", ""), said=[f"in the order of {OWN_MODEL}"]),
 

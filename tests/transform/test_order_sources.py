@@ -7,12 +7,16 @@ from typing import Any
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import Slices, Whole
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit
 from fsdpckpt.transform.order_sources import from_model, from_units
+from fsdpckpt.transform.rekey import to_ids, to_names
+from fsdpckpt.transform.stated_orders import parameter_orders
+from tests.flat.flat_synthetic import checkpoint
 from tests.ir.relisted import relisted
 from tests.transform.orders import order_of
 
@@ -93,3 +97,18 @@ def test_a_module_prefix_changes_rows_and_whatever_is_said_of_them_follows() -> 
     assert renamed.groups == (longer[:1], longer[1:]) and renamed.shared == (("module.c.w", "module.a.w"),)
     assert renamed.uncertain == renamed.doubtful == renamed.plain == frozenset(longer)
     assert renamed.named_like(["c"]) == listed
+
+
+def test_an_order_is_stated_without_an_optimizer_too() -> None:
+    bare = checkpoint(1, model=ModelState({"module.a": tensor(3, 2)}))
+    for held, names in ((bare, "module.a"), (replace(bare, model=None), "a")):
+        stated = parameter_orders(held, units=None, reference=bare, parameters=["module.a"])
+        assert {each.names for each in stated} == {(names,)}
+        assert to_names(held, stated[0]) is held
+        assert to_ids(held, stated[0]) is held
+
+
+def test_keys_that_are_right_already_are_left_alone() -> None:
+    for key, change in ((0, to_ids), ("a", to_names)):
+        held = checkpoint(1, optim=Optimizer.of({key: {"exp_avg": tensor(3)}}, [{"params": [key]}]))
+        assert change(held, order_of("a", {"a": (3,)})) is held

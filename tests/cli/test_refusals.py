@@ -1,0 +1,263 @@
+"""What a user types and cannot mean: the exit code, what is said, and nothing is written.
+
+A row is a command line. SAVED is a file with a model and its AdamW, DCP a directory that PyTorch saved, RAW the
+optimizer files of four ranks that nothing names, HERE an empty current directory but for SAVED.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import Run, training_state
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "torch-2.4"
+Make = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """``command`` ends with ``code`` and says all of ``says``, with the words of ``command`` in capitals replaced as in
+    it; ``omits``: what it does not say. ``make``: fills HERE before.
+    """
+
+    command: str
+    code: int
+    says: Sequence[str] = ()
+    omits: Sequence[str] = ()
+    make: Make = lambda here: None
+
+
+def no(command: str, *says: str, code: int = 2, omits: Sequence[str] = (), make: Make = lambda here: None) -> Row:
+    return Row(command, code, says, omits, make)
+
+
+def wrote(name: str, data: bytes) -> Make:
+    return lambda here: (here / name).write_bytes(data)
+
+
+def saved(name: str, value: object) -> Make:
+    return lambda here: torch.save(value, here / name)
+
+
+def truncated(here: Path) -> None:
+    (here / "step-2.pt").write_bytes((here / "step-2.pt").read_bytes()[:-200])
+
+
+def by_name(here: Path) -> None:
+    state = {f"p{key}": value for key, value in training_state()["optimizer"]["state"].items()}  # type: ignore[index]
+    torch.save({"optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": ["p0"]}]}}, here / "names.pt")
+
+
+class Harm:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch harmed",)
+
+
+def many(here: Path) -> None:
+    for number in range(8):
+        (here / f"run{number}x").mkdir()
+        torch.save("no state dict", here / f"run{number}x" / "model.pt")
+
+
+def ranks_lost(*sections: str) -> Make:
+    """One file a rank and section, of which those of rank 1 of ``sections`` are gone."""
+
+    def make(here: Path) -> None:
+        (here / "ranks").mkdir()
+        optim = {"state": {0: {"exp_avg": torch.ones(5, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        for section, content in (("model", {"w": torch.ones(5, 2)}), ("optim", optim)):
+            for rank in range(3):
+                if rank != 1 or section not in sections:
+                    torch.save(content, here / "ranks" / f"{section}_world_size_3_rank_{rank}.pt")
+
+    return make
+
+
+def ddp(here: Path) -> None:
+    """What transformers' Trainer saves without FSDP."""
+    from safetensors.torch import save_file
+
+    (here / "ddp").mkdir()
+    save_file({"w": torch.ones(4, 2)}, here / "ddp" / "model.safetensors", {"format": "pt"})
+    state = {0: {"exp_avg": torch.ones(4, 2)}}
+    torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, here / "ddp" / "optimizer.pt")
+    torch.save({"last_epoch": 3, "_last_lr": [0.1]}, here / "ddp" / "scheduler.pt")
+    (here / "ddp" / "trainer_state.json").write_text('{"global_step": 3}')
+    torch.save({}, here / "ddp" / "training_args.bin")
+
+
+def link(name: str, to: str) -> Make:
+    return lambda here: (here / name).symlink_to(to)
+
+
+RANKS = "--to sharded --container torch --world-size 2"
+
+# fmt: off
+ROWS: dict[str, list[Row]] = {
+    "a wrong command line": [
+        no("convert a.pt b.pt --to flat"), no("convert a.pt b.pt --key-type number"),
+        no("convert a.pt b.pt --strategy zero3"), no("convert a.pt b.pt --flavor fairscale"), no("convert a.pt"),
+        no("convert a.pt b.pt --world-size 0"), no("convert a.pt b.pt --rename no-equals-sign"),
+        no("convert a.pt b.pt --max-memory lots"), no("inspect a.pt --section elsewhere"), no("inspect"),
+        no("diff a.pt"), no("diff a.pt b.pt --rtol -1"), no("units"), no("--nonsense"),
+        no("convert DCP out more", "unexpected argument: more"),
+    ],
+    "an option that has no effect or cannot work": [
+        no("convert DCP out --rename l=l", "--rename l=l has no effect"),
+        no("convert DCP out --resume --no-resume", "--resume or --no-resume is given more than once"),
+        no("convert DCP out --to full --to sharded", "--to is given more than once"),
+        no("convert DCP out --mesh-device cuda", "--mesh-device has no effect: the target is sharded, dcp"),
+        no(f"convert DCP out {RANKS} --mesh-device quux", "--mesh-device quux is not a device type"),
+        no("convert DCP out --launcher torchrun", "their number is missing"),
+        no("convert DCP out --nproc-per-node x", "--nproc-per-node takes a number"),
+        no("convert DCP out --max-memory 1KB", "at least 128.0 KiB"),
+        no("convert DCP out --add-prefix ''", "--add-prefix is empty"),
+        no("convert DCP out --exclude 'nothing*'", "--exclude 'nothing*' matches no key"),
+        no("convert SAVED out --to sharded --buffers running_maen",
+           "--buffers running_maen matches no model key"),
+        no("convert SAVED out.pt --strategy no-shard --use-orig-params",
+           "--use-orig-params and --strategy have no effect",
+           "next: drop --use-orig-params and --strategy, or add --to flattened"),
+        no("convert RAW out.pt --reference SAVED --unit 0 --unit none", "says that only the root is wrapped"),
+        no("convert SAVED x.safetensors --max-shard-size 1MB", "--max-shard-size splits", "drop --max-shard-size"),
+        *(no(f"convert SAVED out.pt --only model {each}") for each in (
+            "--tensor sharded-tensor", "--max-shard-size 1MB", "--exclude '*'", "--max-memory 1e400",
+            f"--max-memory {'9' * 400}", "--dtype bf16")),
+        *(no(f"inspect DCP --names-only {each}", f"--names-only cannot be combined with {each}")
+          for each in ("--json", "--all", "--ranks")),
+        *(no(f"verify DCP --finite {each} 'nothing*'", f"{each} 'nothing*' matches no key")
+          for each in ("--include", "--exclude")),
+    ],
+    "an option that was meant": [
+        *(no(f"convert SAVED out {typed}", f"next: {meant}") for typed, meant in (
+            ("--to safetensors", "--container safetensors"), ("--to=safetensors", "--container safetensors"),
+            ("--to huggingface", "--flavor huggingface"), ("--to trainer", "--flavor trainer"),
+            ("--container sharded", "--to sharded"), ("--force", "--overwrite"), ("-f", "--overwrite"),
+            ("--num-gpus 6", "--world-size"), ("-n 6", "--world-size"), ("--flavor hf", "--flavor huggingface"))),
+        *(no(f"{command} DCP out {typed}", f"no such option: {typed}", next_step, omits=["--overwrite"])
+          for command, typed, next_step in (
+            ("inspect", "--verbose", "fsdpckpt inspect --help"), ("convert", "--verbose", "fsdpckpt convert --help"),
+            ("convert", "--version", "fsdpckpt --version"), ("verify", "--digest", "did you mean --digests?"),
+            ("units", "--form", "did you mean --from?"))),
+        no("convert DCP out --overwite", "no such option: --overwite", "did you mean --overwrite?"),
+        no("convert DCP out --to shared", "did you mean --to sharded?"),
+        *(no(f"{given} somewhere", f"did you mean fsdpckpt {meant}?") for given, meant in (
+            ("ls", "inspect"), ("info", "inspect"), ("compare", "diff"), ("check", "verify"), ("merge", "convert"),
+            ("vrify", "verify"))),
+    ],
+    "an empty argument": [
+        no(command, "is empty", "shell variable") for command in (
+            "convert '' x.pt", "convert SAVED ''", "convert '' ''", "inspect ''", "verify ''", "diff '' SAVED",
+            "diff SAVED ''", "units --from ''", "convert SAVED x.pt --units ''", "convert SAVED x.pt --reference ''",
+            "convert SAVED x.pt --staging ''")
+    ],
+    "a file that an option names": [
+        *(no(f"convert DCP out {RANKS} {each} nowhere", each, "nowhere does not exist", code=3)
+          for each in ("--reference", "--like", "--units")),
+        no("convert SAVED out.pt --reference missing", "missing does not exist", code=3),
+        *(no("convert SAVED out.pt --key-type name --parameters names.txt", "--parameters names.txt", words, code=code,
+             make=wrote("names.txt", text)) for text, words, code in (
+            (b"0.weight\n0.bias\n\n0.weight\n", "more than once", 3), (b" \n", "the file is empty", 2),
+            (b"\x80", "not a text file", 3))),
+        no("convert SAVED out.pt --key-type name --parameters names.txt", "--parameters names.txt", "No such file",
+           code=3),
+    ],
+    "a source that cannot be read": [
+        *(no(f"inspect {source}", code=3, make=make) for source, make in (
+            ("~/nowhere", lambda here: None), ("empty", lambda here: (here / "empty").mkdir()),
+            ("nothing.pt", wrote("nothing.pt", b"")), ("list.pt", saved("list.pt", [1, 2])),
+            ("nosuch://store/x", lambda here: None), ("https://[host/x", lambda here: None),
+            ("https://host]/x", lambda here: None), ("s3://[bucket/x", lambda here: None))),
+        no("inspect HERE/nowhere", "error: source missing: HERE/nowhere does not exist", code=3),
+        *(no(f"{command} notes.txt", "error: source not recognised: ", code=3, make=wrote("notes.txt", b"milk"))
+          for command in ("inspect", "verify")),
+        no("verify SAVED", "SAVED", code=3, make=truncated),
+        no("inspect bad.pt", "error: source refused as unsafe: ", "system", code=3,
+           make=saved("bad.pt", {"model": {"w.weight": torch.ones(2)}, "extra": Harm()})),
+        no("inspect SAVED/", "give SAVED itself", code=3),
+        *(no(f"inspect HERE/latest{below}", "why:  HERE/latest is a link to step-9, which does not exist\n",
+             "ls -l HERE/latest\n", code=3, make=link("latest", "step-9")) for below in ("", "/", "/step-1")),
+        no("inspect HERE/loop", "Too many levels of symbolic links", "ls -l HERE/loop", code=3, omits=["permissions"],
+           make=link("loop", "loop")),
+        no("inspect /", "root of the file system", code=3),
+        no("inspect /dev/null", "pipe or a device", code=3),
+        no("inspect oci://bucket/saved", "ocifs", code=3, omits=["pip install"]),  # fsspec says that it needs ocifs
+        *(no(f"inspect {url}", code=3, omits=["complete URL"]) for url in ("hdfs:///user/x", "memory:///x")),
+        no("verify HERE/runs", "HERE/runs contains 8 checkpoints", code=4,
+           make=lambda here: [(here / "runs").mkdir(), many(here / "runs")]),
+        no("convert ranks out.pt --to full", code=3, omits=["--only"], make=ranks_lost("model", "optim")),
+        no("verify ranks", code=3, omits=["--only"], make=ranks_lost("model", "optim")),
+    ],
+    "a question": [
+        no("diff SAVED names.pt", "error: more information is needed: ", "--key-type id", code=4, make=by_name),
+        no("diff RAW TRUTH --only optim", "next: add --unit GLOB", "or --units FILE", code=4),
+    ],
+    "a target that cannot be": [
+        *(no(f"convert SAVED HERE/{name}{more}", f"HERE/{meant}", f"HERE/{name}/") for more in ("", " --to sharded")
+          for name, meant in (("q.tp", "q.pt"), ("notes.json", "notes"), ("x.ckpt2", "x.ckpt"),
+                              ("m.safetensor", "m.safetensors"), ("a.PT", "a.pt"))),
+        no("convert SAVED HERE/out/", "HERE/out/full.pt"),
+        no("convert SAVED HERE/out", "HERE/out/full.pt", make=lambda here: (here / "out").mkdir()),
+        no("convert DCP HERE/new/ --to full --container torch", "HERE/new/full.pt", omits=["--to sharded"]),
+        no("convert ddp on-6 --world-size 6", "ddp is a full (DDP) checkpoint, which every rank loads whole", make=ddp),
+        no("convert SAVED -", "- is not standard output"),
+        no("convert SAVED ~/out.pt", "'./~/out.pt' for a directory called ~"),
+        no("convert SAVED ./", "is the current directory", code=5),
+        no("convert DCP .", "the current directory", code=5, omits=["--overwrite"]),
+        no("convert SAVED memory://somewhere/out.pt", "gone when it ends", code=5),
+        no("convert SAVED foo://somewhere/out.pt", "Protocol not known", code=5),
+        no("convert SAVED http://127.0.0.1:9/out.pt", "does not write to them", code=5),
+        no("convert SAVED mine.pt/ --to full", code=5, make=wrote("mine.pt", b"mine")),
+        no("convert SAVED mine.pt/below --to full", code=5, make=wrote("mine.pt", b"mine")),
+        no("convert SAVED mine.pt --to full", code=5, omits=["add --overwrite"], make=wrote("mine.pt", b"mine")),
+        no("convert SAVED old.pt --to full", "add --overwrite", code=5, make=saved("old.pt", {"w": torch.ones(2)})),
+    ],
+    "a URL": [
+        *(no(f"convert {urls}", f"{which} is not a complete URL: {typed}") for typed in (
+            "s3://", "s3:", "gs:/bucket/x", "https:///x") for which, urls in (
+            ("DST", f"DCP {typed}"), ("SRC", f"{typed} out"))),
+        *(no(f"convert {urls}", f"{which} is a local file", "next: give /tmp/x.pt\n") for typed in (
+            "file:///tmp/x.pt", "file:/tmp/x.pt") for which, urls in (
+            ("DST", f"DCP {typed}"), ("SRC", f"{typed} out"))),
+    ],
+}
+# fmt: on
+ALL = [pytest.param(row, id=f"{what}: {row.command[:80]}") for what, rows in ROWS.items() for row in rows]
+
+
+@pytest.mark.parametrize("row", ALL)
+def test_it_is_refused(row: Row, run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    places = {"SAVED": saved, "DCP": GOLDEN / "f2_default" / "ckpt", "HERE": tmp_path}
+    places |= {"RAW": tmp_path / "raw", "TRUTH": GOLDEN / "f1_tiny_f" / "truth" / "full.pt"}
+    if "RAW" in row.command:
+        shutil.copytree(GOLDEN / "f1_tiny_f", tmp_path / "raw", ignore=shutil.ignore_patterns("truth"))
+
+    def here(text: str) -> str:
+        for name, path in places.items():
+            text = text.replace(name, str(path))
+        return text
+
+    row.make(tmp_path)
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    done = run(*map(here, shlex.split(row.command)))
+    assert done.code == row.code, done.err
+    assert done.err.startswith("error: ")
+    if "--json" not in row.command:  # which prints a document, and one line for a log
+        assert done.out == ""
+        assert "next: " in done.err
+    assert "Traceback" not in done.err
+    for words in row.says:
+        assert here(words) in done.err, done.err
+    for words in row.omits:
+        assert words not in done.err, done.err
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "nothing is written"
