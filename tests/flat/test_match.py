@@ -297,6 +297,10 @@ CASES: dict[str, Case] = {
     "fewer groups than the units": Case(
         FLAT.with_groups(((KEYS[0],), (KEYS[1],))), ["the optimizer has 1 param groups, the units have 2"],
         optim=raw(FLAT)),
+    "ids of flat parameters where the units have names": Case(
+        ORIG, ["param group 0 lists 2 parameters, the units have 4"], optim=raw(FLAT)),
+    "ids of names where the units have flat parameters": Case(
+        FLAT, ["param group 0 lists 4 parameters, the units have 2"], optim=raw(ORIG)),
     "a smaller group": Case(
         FLAT.with_groups((KEYS,)), ["param group 0 lists 1 parameter, the units have 2"],
         optim=raw(FLAT, groups=[[KEYS[0]]])),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.unflatten import unflatten
-from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
@@ -355,30 +354,6 @@ def test_entries_that_a_user_added_to_an_optimizer_keyed_by_name_stay_as_they_ar
     assert by_name(found)["tables"] == {"kind": "hash"}
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_units_of_another_shape_are_contradicted_by_the_lengths(use_orig_params: bool) -> None:
-    _, checkpoint, _ = raw(toy(use_orig_params=use_orig_params), 4)
-    for other in ({**BLOCK, "a.bias": (40,)}, {name: BLOCK[name] for name in list(BLOCK)[1:]}):
-        units = units_of(unit("", ROOT), unit("l.0", BLOCK), unit("l.1", other), use_orig_params=use_orig_params)
-        text = contradictions(checkpoint, units)
-        assert "the units" in text
-
-
-def test_the_other_way_to_flatten_is_contradicted() -> None:
-    _, checkpoint, _ = raw(toy(use_orig_params=False), 4)
-    found = contradictions(checkpoint, toy(use_orig_params=True))
-    assert "lists 3 parameters, the units have 11" in found
-    assert "no param group lists" not in found  # the groups list every id there is, only not as the units do
-    _, checkpoint, _ = raw(toy(use_orig_params=True), 4)
-    assert "lists 11 parameters, the units have 3" in contradictions(checkpoint, toy(use_orig_params=False))
-
-
-def test_units_recorded_on_another_number_of_ranks_are_contradicted() -> None:
-    units = toy(use_orig_params=False)
-    _, checkpoint, _ = raw(units, 4)
-    assert "recorded on 8 ranks" in contradictions(checkpoint, replace(units, world_size=8))
-
-
 def test_same_sized_parameters_in_another_order_are_contradicted_by_the_names_of_the_model() -> None:
     """Counts cannot tell: ``e.weight`` and ``h.weight`` have one shape. The model's files beside them can."""
     units = toy(use_orig_params=False)
@@ -408,22 +383,6 @@ def test_names_in_the_groups_settle_several_groups_and_contradict_others() -> No
     assert "shape" in contradictions(checkpoint, units) or "elements" in contradictions(checkpoint, units)
     keyed_groups = relisted(units, groups=(units.parameters[:4], units.parameters[4:]))
     assert "in param_names" in contradictions(checkpoint, keyed_groups)
-
-
-def test_two_groups_without_names_need_units_that_say_who_is_in_them() -> None:
-    units = toy(use_orig_params=True)
-    _, checkpoint, _ = raw(units, 3)
-    assert checkpoint.optim is not None
-    groups: list[dict[Key, Value]] = [{"params": list(range(4))}, {"params": list(range(4, 11))}]
-    checkpoint.optim = checkpoint.optim.with_groups(groups)
-    assert "do not say which parameters" in contradictions(checkpoint, units)
-
-
-def test_a_flat_parameter_that_the_units_do_not_have_is_named() -> None:
-    units = toy(use_orig_params=False)
-    _, checkpoint, _ = raw(units, 3, model=True)
-    fewer = NameChanges(lambda name: not name.startswith("l.1."), str).applied_to(units)
-    assert "l.1._flat_param" in contradictions(checkpoint, fewer)
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, Origin

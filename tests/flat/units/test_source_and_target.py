@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from fsdpckpt.errors import (
-    NeedsInformationError,
     SourceCorruptError,
     SourceMissingError,
     SourceUnsupportedError,
     TargetUnwritableError,
-    UsageError,
 )
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, write_units
@@ -33,7 +32,7 @@ from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, whole
-from tests.ir.relisted import relisted
+from tests.refusals import Refused
 
 BF16 = DTYPES["bfloat16"]
 PARAMS = (
@@ -90,92 +89,317 @@ def full(params: Sequence[Parameter] = PARAMS, optim: Optimizer | None = None, *
     return checkpoint(1, model=sharded_model(params), optim=held, layout=Layout.FULL, **rest)  # type: ignore[arg-type]
 
 
-# Sources.
+NAMES = tuple(param.name for param in PARAMS)
+UNITS, ORIG = units_of(), units_of(orig=True)
+TURNED = [replace(one, shape=one.shape[::-1]) if one.name == "l.0.a.weight" else one for one in PARAMS[:-1]]
+OTHER_HEAD = [*PARAMS[:-1], named("h.weight", 6, 9)]
+FROZEN = checkpoint(
+    4,
+    optim=optimizer(
+        UNITS, 4, groups=[("_flat_param", "l.1._flat_param")],
+        param_names=[["_fsdp_wrapped_module._flat_param",
+                      "_fsdp_wrapped_module.l.1._fsdp_wrapped_module._flat_param"]],
+    ),
+)  # fmt: skip
 
 
-def test_units_beside_the_source_are_used_and_proved(sources: Sources) -> None:
-    found = source_units(raw(beside=units_of()), UnitsRequest(), sources)
-    assert found.units == units_of()
-    assert found.match is not None
-    assert dict(found.match.keys) == {0: "_flat_param", 1: "l.0._flat_param", 2: "l.1._flat_param"}
-    assert found.how == ("units: from run/step-7/units.json",)
+@dataclass(frozen=True)
+class SourceRow:
+    """``held``: flat shards, with or without units beside them. ``found``: their units, or how they are refused.
+
+    ``file``: the content of ``--units``; ``reference``: the parameters of a model in a torch file, or in safetensors if
+    ``sorted_names``; ``request``: the other options; ``how``: words of how the units were found.
+    """
+
+    found: Units | Refused
+    held: Checkpoint
+    file: Units | None = None
+    reference: Sequence[Parameter] = ()
+    request: Mapping[str, Any] = field(default_factory=dict)
+    sorted_names: bool = False
+    target_flattened: bool = False
+    how: str = ""
 
 
-def test_a_given_units_file_goes_before_the_one_beside(tmp_path: Path, sources: Sources) -> None:
-    wrong = units_of(prefixes=("", "l.0"))
-    with pytest.raises(SourceCorruptError, match="not those of"):
-        source_units(raw(beside=units_of()), UnitsRequest(file=saved(tmp_path, wrong)), sources)
+def asked(row: SourceRow | TargetRow, folder: Path) -> UnitsRequest:
+    request = UnitsRequest(**row.request)
+    if row.file is not None:
+        request = replace(request, file=saved(folder, row.file))
+    if row.reference:
+        suffix = ".safetensors" if row.sorted_names else ".pt"
+        request = replace(request, reference=saved_model(folder, row.reference, suffix=suffix))
+    return request
 
 
-def test_for_a_flattened_target_the_units_beside_the_source_are_the_sources(tmp_path: Path, sources: Sources) -> None:
-    request = UnitsRequest(file=saved(tmp_path, units_of(prefixes=("",))), use_orig_params=True)
-    found = source_units(raw(beside=units_of()), request, sources, target_flattened=True)
-    assert found.units == units_of()
+LAYERS_GLOB = {"globs": ("l.*",)}
+BESIDE = raw(beside=UNITS)
+
+# fmt: off
+SOURCES: dict[str, SourceRow] = {
+    "units beside the source": SourceRow(UNITS, BESIDE, how="units: from run/step-7/units.json"),
+    "a given file goes before the one beside": SourceRow(
+        Refused(3, "not those of"), BESIDE, units_of(prefixes=("", "l.0"))),
+    "for a flattened target those beside the source are the source's": SourceRow(
+        UNITS, BESIDE, units_of(prefixes=("",)), request={"use_orig_params": True}, target_flattened=True),
+    "for a flattened target a given file serves a source with nothing beside it": SourceRow(
+        UNITS, raw(), UNITS, target_flattened=True),
+    "the target's file serves the source under the settings that it proves": SourceRow(
+        UNITS, raw(), ORIG, request={"use_orig_params": True}, target_flattened=True),
+    "and for any other target it does not": SourceRow(
+        Refused(3, "not those of"), raw(), ORIG, request={"use_orig_params": True}),
+    "units recorded on another number of ranks": SourceRow(
+        Refused(3, ["not those of", "8 ranks"]), raw(4, beside=replace(UNITS, world_size=8))),
+    "a reference that contradicts the file": SourceRow(
+        Refused(3, ["h.weight is in the units, not in", "l.0.a.weight: [28, 9] in the units, [9, 28] in"]),
+        BESIDE, reference=TURNED),
+    "parameters in another order than the file's": SourceRow(
+        Refused(3, "--parameters"), BESIDE, request={"parameters": NAMES[::-1]}),
+    "settings that contradict proved units": SourceRow(
+        Refused(2, ["that is not how", "drop --use-orig-params and --param-dtype bfloat16"]), BESIDE,
+        request={"use_orig_params": True, "param_dtype": BF16}),
+    "a setting that makes no difference": SourceRow(
+        Settings(param_dtype=BF16).applied_to(UNITS), BESIDE, request={"param_dtype": BF16}),
+    "globs that agree with the file": SourceRow(UNITS, BESIDE, request=LAYERS_GLOB),
+    "globs that contradict the file": SourceRow(
+        Refused(3, "contradicts the units of run/step-7", [
+            "l.1.a.weight is in unit 'l.1' according to the units, in the root unit according to --unit"]),
+        BESIDE, request={"globs": ("l.0",)}),
+    "a reference and globs": SourceRow(UNITS, raw(), reference=PARAMS, request=LAYERS_GLOB, how="--unit 'l.*'"),
+    "a reference and globs, of original parameters": SourceRow(
+        ORIG, raw(orig=True), reference=PARAMS, request=LAYERS_GLOB, how="--unit 'l.*'"),
+    "a reference of another model": SourceRow(
+        Refused(4, ["cannot be inferred", "elements"]), raw(), reference=OTHER_HEAD, request=LAYERS_GLOB),
+    "a sorted reference": SourceRow(
+        Refused(4, "order"), raw(), reference=PARAMS, sorted_names=True, request=LAYERS_GLOB),
+    "a sorted reference, and the order": SourceRow(
+        UNITS, raw(), reference=PARAMS, sorted_names=True, request={**LAYERS_GLOB, "parameters": NAMES}),
+    "no names, so what slices show is said": SourceRow(
+        Refused(4, ["2 optimizer keys with slices of 70 elements on every rank", "--units"]), raw()),
+    "a wrapping that nothing shows": SourceRow(
+        Refused(4, ["which modules", "for example --unit 'l.*'"]), raw(), reference=PARAMS),
+    "DTensor model files beside flat shards, as verl writes": SourceRow(  # where plain tensors are buffers
+        UNITS, checkpoint(4, model=sharded_model((*PARAMS, named("position", 64, sharded=False))),
+                          optim=optimizer(UNITS, 4)), request=LAYERS_GLOB),
+    "flat parameters in the model name the units": SourceRow(
+        UNITS, checkpoint(4, model=local_model(UNITS, 4), optim=optimizer(UNITS, 4)), reference=PARAMS),
+    "globs that are not the units which the model names": SourceRow(
+        Refused(2, details=["l.1 is a unit according to the flat parameters' keys, and no --unit matches it"]),
+        checkpoint(4, model=local_model(UNITS, 4)), reference=PARAMS, request={"globs": ("l.0",)}),
+    "a frozen unit that param_names do not show": SourceRow(
+        Refused(4, "cannot be inferred"), FROZEN, reference=PARAMS),
+    "a frozen unit that a glob names": SourceRow(UNITS, FROZEN, reference=PARAMS, request=LAYERS_GLOB),
+    "an optimizer by name beside flat parameters, as accelerate writes LOCAL_STATE_DICT": SourceRow(
+        UNITS, checkpoint(4, model=local_model(UNITS, 4), optim=by_name())),
+    "slices by name give the order that a sorted reference lacks": SourceRow(
+        ORIG, checkpoint(4, model=local_model(ORIG, 4, by_name=True)), reference=PARAMS, sorted_names=True),
+    "a glob that matches nothing": SourceRow(
+        Refused(2, "--unit 'l.*' for every layer", ["e", "l", "l.{0..1}", "l.{0..1}.a", "h"]), raw(),
+        reference=PARAMS, request={"globs": ("layers.*",)}),
+}
+# fmt: on
 
 
-def test_for_a_flattened_target_the_given_file_serves_a_source_with_nothing_beside_it(
-    tmp_path: Path, sources: Sources
-) -> None:
-    request = UnitsRequest(file=saved(tmp_path, units_of()))
-    assert source_units(raw(), request, sources, target_flattened=True).units == units_of()
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_units_of_a_source(name: str, tmp_path: Path, sources: Sources) -> None:
+    row = SOURCES[name]
+    request = asked(row, tmp_path)
+
+    def found() -> ResolvedUnits:
+        return source_units(row.held, request, sources, target_flattened=row.target_flattened)
+
+    if isinstance(row.found, Refused):
+        row.found.by(found)
+        return
+    units = found()
+    assert (units.units.units, units.units.use_orig_params) == (row.found.units, row.found.use_orig_params)
+    assert row.how in units.how[0]
+    if row.how.startswith("units: from"):
+        assert any("number of elements on every rank" in line for line in find_units(row.held, request, sources).how)
 
 
-def test_the_targets_file_serves_the_source_under_the_settings_that_the_source_proves(
-    tmp_path: Path, sources: Sources
-) -> None:
-    request = UnitsRequest(file=saved(tmp_path, units_of(orig=True)), use_orig_params=True)
-    found = source_units(raw(orig=False), request, sources, target_flattened=True)
-    assert found.units.use_orig_params is False
-    with pytest.raises(SourceCorruptError):
-        source_units(raw(orig=False), request, sources)
+@dataclass(frozen=True)
+class TargetRow:
+    """``held``: whole tensors, ``source``: the units that they had. ``found``: what the target's units have, by field,
+    or how it is refused; ``how``, ``quiet``: words that are said of it, and that are not. The rest as in ``SourceRow``.
+    """
+
+    found: Mapping[str, Any] | Refused
+    held: Checkpoint = field(default_factory=full)
+    source: Units | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+    file: Units | None = None
+    reference: Sequence[Parameter] = ()
+    sorted_names: bool = False
+    world_size: int = 4
+    open_settings: tuple[str, ...] = ()
+    how: str = ""
+    quiet: str = ""
 
 
-def test_units_recorded_on_another_number_of_ranks_are_refused_for_a_source(tmp_path: Path, sources: Sources) -> None:
-    recorded = replace(units_of(), world_size=8)
-    with pytest.raises(SourceCorruptError, match="not those of") as caught:
-        source_units(raw(4, beside=recorded), UnitsRequest(), sources)
-    assert any("8 ranks" in detail for detail in caught.value.details)
+AS_FLAT = {"globs": ("l.*",), "use_orig_params": False}
+AS_ORIG = {"globs": ("l.*",), "use_orig_params": True}
+MAY_BE_BUFFER = full((named("position", 64, sharded=None), *PARAMS), by_name())
+SORTED = full(sorted(PARAMS, key=lambda one: one.name))
+LAST = full((*PARAMS, named("position", 64)), by_name())
+HALF_HEAD = (*PARAMS[:-1], replace(PARAMS[-1], dtype=BF16))
+SCALAR_HEAD = (*PARAMS[:-1], named("h.scale"))
+SAME = (named("a.weight", 6, 7), named("b.weight", 6, 7))
+TIED = full((*PARAMS[:-1], named("h.weight", 17, 9)), by_name(PARAMS[:-1]))
+BIASES = [[name for name in NAMES if ("bias" in name) is bias] for bias in (False, True)]
+IN_GROUPS = full(optim=by_name(groups=(NAMES[:2], NAMES[2:])))
+PARTLY = full(optim=Optimizer.of({}, by_name(groups=[NAMES[:-1]]).param_groups))
+HYBRID = replace(Settings(strategy=Strategy.HYBRID_SHARD).applied_to(UNITS), world_size=4)
+ONE_RANK = replace(Settings(strategy=Strategy.NO_SHARD).applied_to(UNITS), world_size=1)
+OTHER_MODEL = units_of(params=[
+    replace(PARAMS[0], shape=(9, 17)), replace(PARAMS[1], name="l.0.b.weight"),
+    *(replace(one, dtype=BF16) if one.name.startswith("l.1") else one for one in PARAMS[2:]),
+])  # fmt: skip
 
 
-def test_a_reference_that_contradicts_the_units_file_is_refused_with_every_contradiction(
-    tmp_path: Path, sources: Sources
-) -> None:
-    other = [replace(one, shape=one.shape[::-1]) if one.name == "l.0.a.weight" else one for one in PARAMS[:-1]]
-    request = UnitsRequest(reference=saved_model(tmp_path, other))
-    with pytest.raises(SourceCorruptError) as caught:
-        source_units(raw(beside=units_of()), request, sources)
-    h, weight = caught.value.details
-    assert h.startswith("h.weight is in the units, not in")
-    assert weight.startswith("l.0.a.weight: [28, 9] in the units, [9, 28] in")
+def with_tie() -> Checkpoint:
+    params = sharded_model(PARAMS).params
+    return replace(full(), model=ModelState({**params, "out.weight": params["e.weight"]}))
 
 
-def test_parameters_in_another_order_than_the_units_file_says_are_refused(sources: Sources) -> None:
-    order = tuple(param.name for param in PARAMS)
-    with pytest.raises(SourceCorruptError) as caught:
-        source_units(raw(beside=units_of()), UnitsRequest(parameters=order[::-1]), sources)
-    assert "--parameters" in caught.value.details[0]
+def assumed(strategy: Strategy) -> dict[str, Any]:
+    return {"units": tuple(replace(unit, strategy=strategy) for unit in ONE_RANK.units)}
 
 
-def test_settings_that_contradict_proved_units_are_the_mistake_not_the_units(sources: Sources) -> None:
-    request = UnitsRequest(use_orig_params=True, param_dtype=BF16)
-    with pytest.raises(UsageError, match="use_orig_params=True, param_dtype='bfloat16': that is not how") as caught:
-        source_units(raw(beside=units_of()), request, sources)
-    assert caught.value.next_step == "drop --use-orig-params and --param-dtype bfloat16"
-    # Lengths that are the same either way contradict nothing.
-    assert source_units(raw(beside=units_of()), UnitsRequest(param_dtype=BF16), sources).match is not None
+# fmt: off
+TARGETS: dict[str, TargetRow] = {
+    # Wrapping and settings
+    "those of the source": TargetRow(
+        {"units": ORIG.units, "world_size": 3, "groups": (NAMES,)}, source=ORIG, world_size=3,
+        how="target units: use_orig_params=True, full-shard, aligned for float32", quiet="--param-dtype"),
+    "other settings, which the groups follow": TargetRow(
+        {"groups": (("_flat_param", "l.0._flat_param", "l.1._flat_param"),), "shard_size": 2,
+         "units": Settings(False, Strategy.HYBRID_SHARD, BF16, 2).applied_to(ORIG).units},
+        source=ORIG.with_groups((NAMES,)),
+        request={"use_orig_params": False, "strategy": Strategy.HYBRID_SHARD, "shard_size": 2, "param_dtype": BF16}),
+    "another wrapping": TargetRow(
+        {"units": build_units(PARAMS, ("",), Settings(use_orig_params=False)).units}, source=UNITS,
+        request={"globs": ("none",)}),
+    "no wrapping": TargetRow(Refused(4, ["which modules", "for example --unit 'l.*'"])),
+    "no use_orig_params": TargetRow(Refused(4, ["use_orig_params", "--no-use-orig-params"]), request=LAYERS_GLOB),
+    "both": TargetRow({"units": ORIG.units}, request=AS_ORIG),
+    "a setting that the source did not show": TargetRow(
+        Refused(4, "use_orig_params"), source=UNITS, open_settings=("use_orig_params",)),
+    "a setting that the source did not show, given": TargetRow(
+        {"units": UNITS.units}, source=UNITS, open_settings=("use_orig_params",), request={"use_orig_params": False}),
+    "an alignment that nothing proves": TargetRow(
+        {}, source=UNITS, request={"use_orig_params": True}, how="--param-dtype"),
+    "an alignment that is given": TargetRow(
+        {}, source=UNITS, request={"use_orig_params": True, "param_dtype": BF16}, how="aligned for bfloat16",
+        quiet="--param-dtype"),
+
+    # Units of another model
+    "other names, shapes and dtypes": TargetRow(
+        Refused(3, ["do not describe", "e.weight: [9, 17] in the units, [17, 9] in the model",
+                    "l.0.b.weight is in the units", "parameter l.0.a.weight", "l.1.a.bias: bfloat16"]),
+        file=OTHER_MODEL),
+    "another order than the model's": TargetRow(
+        Refused(3, "do not describe"), full(SAME),
+        file=build_units(SAME[::-1], ("",), Settings(use_orig_params=False))),
+    "other shapes than those of the states": TargetRow(
+        Refused(3, details=["e.weight: [9, 17] in the units, its optimizer states are [17, 9]"]),
+        replace(full(), model=None), units_of(params=[replace(PARAMS[0], shape=(9, 17)), *PARAMS[1:]])),
+    "globs that contradict the file": TargetRow(Refused(3, "contradicts"), file=UNITS, request={"globs": ("l.0",)}),
+
+    # Which names, and in which order
+    "sorted names": TargetRow(Refused(4, "order"), SORTED, request=AS_FLAT),
+    "sorted names and a reference": TargetRow({"units": UNITS.units}, SORTED, request=AS_FLAT, reference=PARAMS),
+    "names in an order that no module has, as of a dict that a script made": TargetRow(
+        Refused(4, ["the model section does not keep it", "--parameters FILE"]), LAST, request=AS_ORIG),
+    "and their order": TargetRow(
+        {"parameters": ("position", *NAMES)}, LAST, request={**AS_ORIG, "parameters": ("position", *NAMES)}),
+    "what may be a buffer": TargetRow(
+        Refused(4, details=["position may be a parameter or a buffer"]), MAY_BE_BUFFER, request=AS_FLAT),
+    "what a list does not have is a buffer": TargetRow(
+        {"parameters": NAMES}, MAY_BE_BUFFER, request={**AS_FLAT, "parameters": NAMES}),
+    "what is said to be a buffer": TargetRow(
+        {"parameters": NAMES}, MAY_BE_BUFFER, request={**AS_ORIG, "buffers": ("pos*",)}),
+    "what is said to be none, and without state is frozen": TargetRow(
+        {"parameters": ("position", *NAMES), "frozen": ["position"]}, MAY_BE_BUFFER,
+        request={**AS_ORIG, "buffers": ("none",)}),
+    "a glob of buffers that matches nothing": TargetRow(
+        Refused(2, ["mask", "matches no name"]), MAY_BE_BUFFER, request={**AS_ORIG, "buffers": ("pos*", "mask")}),
+    "a list that lacks some with states": TargetRow(
+        Refused(3, "does not list 2 of", NAMES[-2:]), request={**AS_FLAT, "parameters": NAMES[:-2]}),
+    "a list in neither the model's order nor the optimizer's": TargetRow(
+        Refused(3, ["do not describe", "--parameters"]), IN_GROUPS, request={**AS_ORIG, "parameters": NAMES[::-1]}),
+    "a list in the optimizer's order": TargetRow(
+        {"parameters": NAMES, "groups": (NAMES[1::-1], NAMES[2:])}, IN_GROUPS,
+        request={**AS_ORIG, "parameters": (*NAMES[1::-1], *NAMES[2:])}),
+    "a parameter without state that may be a second name": TargetRow(
+        Refused(4, "frozen, or shared with e.weight"), TIED, request=AS_FLAT),
+    "a second name of the same bytes": TargetRow(
+        {"shared": (("out.weight", "e.weight"),)}, with_tie(), request=AS_FLAT),
+
+    # Groups
+    "groups, so that ids can be read again": TargetRow(
+        {"groups": tuple(map(tuple, BIASES))}, full(optim=by_name(groups=BIASES)), ORIG),
+    "a flat parameter in two groups": TargetRow(
+        Refused(3, ["divided", "in group 0; ", "--use-orig-params"]),
+        full(optim=by_name(groups=[NAMES[::2], NAMES[1::2]])), request=AS_FLAT),
+    "a flat parameter partly in no group": TargetRow(
+        Refused(3, ["divided", f"{NAMES[-1]} in no group"]), PARTLY, UNITS),
+    "an original parameter in no group": TargetRow({"groups": (NAMES[:-1],)}, PARTLY, ORIG),
+
+    # Sharding groups and strategies
+    "hybrid-shard without a size": TargetRow(
+        Refused(4, "--shard-size"), source=UNITS, request={"strategy": Strategy.HYBRID_SHARD}),
+    "a size that does not divide the ranks": TargetRow(
+        Refused(2, "divide"), source=UNITS, request={"strategy": Strategy.HYBRID_SHARD, "shard_size": 3}),
+    "a size without hybrid-shard": TargetRow(Refused(2, "hybrid"), source=UNITS, request={"shard_size": 2}),
+    "one sharding group, on as many ranks": TargetRow({"shard_size": None, "world_size": 4}, source=HYBRID),
+    "one sharding group does not show those of more ranks": TargetRow(
+        Refused(4, "record one group of 4 ranks, not how others"), source=HYBRID, world_size=8),
+    "one sharding group, and a size": TargetRow(
+        {"shard_size": 4}, source=HYBRID, world_size=8, request={"shard_size": 4}),
+    "no sharding group": TargetRow(
+        Refused(4, "the size of a group is not recorded"), source=replace(UNITS, world_size=4), world_size=8,
+        request={"strategy": Strategy.HYBRID_SHARD}),
+    # FSDP1 turns every strategy into NO_SHARD on one rank (``_init_core_state``)
+    "one rank": TargetRow({"world_size": 1}, source=ONE_RANK, world_size=1),
+    "one rank does not show the strategy of several": TargetRow(
+        assumed(Strategy.FULL_SHARD), source=ONE_RANK, how="full-shard is assumed"),
+    "one rank does not show it for another wrapping either": TargetRow(
+        assumed(Strategy.FULL_SHARD), source=ONE_RANK, request=LAYERS_GLOB, how="full-shard is assumed"),
+    **{f"one rank, and {strategy}": TargetRow(
+        assumed(strategy), source=ONE_RANK, request={"strategy": strategy}, quiet="is assumed")
+        for strategy in (Strategy.FULL_SHARD, Strategy.NO_SHARD)},
+
+    # What FSDP1 cannot wrap
+    "two dtypes": TargetRow(Refused(2, ["cannot wrap", "one dtype"]), full(HALF_HEAD), request=AS_FLAT),
+    "no elements": TargetRow(
+        Refused(2, "cannot wrap", ["unit 'h' has no elements"]), full((*PARAMS[:-1], named("h.weight", 0, 9))),
+        request={**AS_FLAT, "globs": ("l.*", "h")}),
+    "no dimensions": TargetRow(
+        Refused(2, ["cannot wrap", "h.scale has no dimensions"]), full(SCALAR_HEAD),
+        request={**AS_FLAT, "parameters": tuple(one.name for one in SCALAR_HEAD)}),
+    "no dimensions, in a job of torch 2.4": TargetRow({}, full(SCALAR_HEAD), units_of(params=SCALAR_HEAD)),
+}
+# fmt: on
 
 
-def test_unit_globs_that_contradict_the_units_file_are_refused(tmp_path: Path, sources: Sources) -> None:
-    assert source_units(raw(beside=units_of()), UnitsRequest(globs=("l.*",)), sources).units == units_of()
-    request = UnitsRequest(globs=("l.0",))
-    with pytest.raises(SourceCorruptError, match="unit contradicts the units of run/step-7") as caught:
-        source_units(raw(beside=units_of()), request, sources)
-    assert caught.value.details == (
-        "l.1.a.weight is in unit 'l.1' according to the units, in the root unit according to --unit",
-    )
-    given = replace(request, file=saved(tmp_path, units_of()))
-    with pytest.raises(SourceCorruptError, match="unit contradicts"):
-        target_units(full(), given, None, 4, sources)
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_units_of_a_target(name: str, tmp_path: Path, sources: Sources) -> None:
+    row = TARGETS[name]
+    source = None if row.source is None else ResolvedUnits(row.source, None, (), open_settings=row.open_settings)
+
+    def found() -> ResolvedUnits:
+        return target_units(row.held, asked(row, tmp_path), source, row.world_size, sources)
+
+    if isinstance(row.found, Refused):
+        row.found.by(found)
+        return
+    units = found()
+    expected = dict(row.found)
+    frozen = [name for name, param in units.units.params().items() if not param.requires_grad]
+    assert frozen == expected.pop("frozen", [])
+    assert {field: getattr(units.units, field) for field in expected} == expected
+    assert any(row.how in line for line in units.how)
+    assert not row.quiet or not any(row.quiet in line for line in units.how)
 
 
 def test_a_directory_or_nothing_where_the_units_file_should_be_is_said(tmp_path: Path, sources: Sources) -> None:
@@ -199,273 +423,6 @@ def test_units_beside_the_source_that_cannot_be_read_are_not_replaced_by_others(
     assert caught.value.details == refused
 
 
-@pytest.mark.parametrize("orig", [False, True])
-def test_a_reference_and_unit_globs_give_the_units(orig: bool, tmp_path: Path, sources: Sources) -> None:
-    request = UnitsRequest(globs=("l.*",), reference=saved_model(tmp_path))
-    found = source_units(raw(orig=orig), request, sources)
-    assert found.units.units == units_of(orig=orig).units
-    assert found.units.use_orig_params is orig
-    assert "--unit 'l.*'" in found.how[0]
-
-
-def test_a_reference_of_another_model_is_refused(tmp_path: Path, sources: Sources) -> None:
-    other = [*PARAMS[:-1], named("h.weight", 6, 9)]
-    request = UnitsRequest(globs=("l.*",), reference=saved_model(tmp_path, other))
-    with pytest.raises(NeedsInformationError, match="cannot be inferred") as caught:
-        source_units(raw(), request, sources)
-    assert any("elements" in detail for detail in caught.value.details)
-
-
-def test_a_sorted_reference_is_refused_until_the_order_is_given(tmp_path: Path, sources: Sources) -> None:
-    reference = saved_model(tmp_path, suffix=".safetensors")
-    request = UnitsRequest(globs=("l.*",), reference=reference)
-    with pytest.raises(NeedsInformationError, match="order"):
-        source_units(raw(), request, sources)
-    order = tuple(param.name for param in PARAMS)
-    found = source_units(raw(), replace(request, parameters=order), sources)
-    assert found.units.units == units_of().units
-
-
-def test_a_source_without_names_says_what_its_slices_show(sources: Sources) -> None:
-    with pytest.raises(NeedsInformationError) as caught:
-        source_units(raw(), UnitsRequest(), sources)
-    assert "2 optimizer keys with slices of 70 elements on every rank" in caught.value.details
-    assert "--units" in str(caught.value.next_step)
-
-
-def test_a_source_whose_wrapping_nothing_shows_asks_for_it(tmp_path: Path, sources: Sources) -> None:
-    with pytest.raises(NeedsInformationError, match="which modules") as caught:
-        source_units(raw(), UnitsRequest(reference=saved_model(tmp_path)), sources)
-    assert "for example --unit 'l.*'" in str(caught.value.next_step), "the layers that this model has"
-
-
-def test_model_files_beside_flattened_optimizer_files_give_names_and_order(sources: Sources) -> None:
-    """As verl writes: DTensor model files, where plain tensors are buffers."""
-    model = sharded_model((*PARAMS, named("position", 64, sharded=False)))
-    source = checkpoint(4, model=model, optim=optimizer(units_of(), 4))
-    found = source_units(source, UnitsRequest(globs=("l.*",)), sources)
-    assert found.units.units == units_of().units
-
-
-def test_flat_parameters_in_the_model_name_the_units(tmp_path: Path, sources: Sources) -> None:
-    source = checkpoint(4, model=local_model(units_of(), 4), optim=optimizer(units_of(), 4))
-    found = source_units(source, UnitsRequest(reference=saved_model(tmp_path)), sources)
-    assert found.units.units == units_of().units
-
-
-def test_units_given_by_glob_have_to_be_those_the_checkpoint_names(tmp_path: Path, sources: Sources) -> None:
-    source = checkpoint(4, model=local_model(units_of(), 4))
-    request = UnitsRequest(globs=("l.0",), reference=saved_model(tmp_path))
-    with pytest.raises(UsageError) as caught:
-        source_units(source, request, sources)
-    assert caught.value.details == ("l.1 is a unit according to the flat parameters' keys, and no --unit matches it",)
-
-
-def test_a_frozen_unit_that_param_names_cannot_show_is_given_by_glob(tmp_path: Path, sources: Sources) -> None:
-    names = ["_fsdp_wrapped_module._flat_param", "_fsdp_wrapped_module.l.1._fsdp_wrapped_module._flat_param"]
-    groups = [("_flat_param", "l.1._flat_param")]
-    optim = optimizer(units_of(), 4, groups=groups, param_names=[names])
-    source = checkpoint(4, optim=optim)
-    request = UnitsRequest(reference=saved_model(tmp_path))
-    with pytest.raises(NeedsInformationError, match="cannot be inferred"):
-        source_units(source, request, sources)
-    found = source_units(source, replace(request, globs=("l.*",)), sources)
-    assert found.units.units == units_of().units
-
-
-def test_by_name_optimizer_files_beside_flat_parameters_give_names_and_shapes(sources: Sources) -> None:
-    """As accelerate writes LOCAL_STATE_DICT: no reference is needed."""
-    source = checkpoint(4, model=local_model(units_of(), 4), optim=by_name())
-    assert source_units(source, UnitsRequest(), sources).units.units == units_of().units
-
-
-def test_slices_by_name_give_the_order_that_a_sorted_reference_lacks(tmp_path: Path, sources: Sources) -> None:
-    truth = units_of(orig=True)
-    source = checkpoint(4, model=local_model(truth, 4, by_name=True))
-    request = UnitsRequest(reference=saved_model(tmp_path, suffix=".safetensors"))
-    assert source_units(source, request, sources).units.units == truth.units
-
-
-def test_a_glob_that_matches_nothing_shows_the_modules_there_are(tmp_path: Path, sources: Sources) -> None:
-    request = UnitsRequest(globs=("layers.*",), reference=saved_model(tmp_path))
-    with pytest.raises(UsageError) as caught:
-        source_units(raw(), request, sources)
-    assert caught.value.details == ("e", "l", "l.{0..1}", "l.{0..1}.a", "h")
-    assert str(caught.value.next_step).startswith("--unit 'l.*' for every layer")
-
-
-# Targets.
-
-
-def test_a_target_keeps_the_wrapping_and_settings_of_its_source(sources: Sources) -> None:
-    source = ResolvedUnits(units_of(orig=True), None, ())
-    found = target_units(full(), UnitsRequest(), source, 3, sources)
-    assert found.units == relisted(units_of(orig=True), world_size=3, groups=(tuple(param.name for param in PARAMS),))
-    assert found.how[1] == "target units: use_orig_params=True, full-shard, aligned for float32"
-    assert not any("--param-dtype" in line for line in found.how)  # the source's own slices prove the alignment
-
-
-def test_options_change_the_settings_and_the_groups_follow(sources: Sources) -> None:
-    units = units_of(orig=True).with_groups((tuple(param.name for param in PARAMS),))
-    source = ResolvedUnits(units, None, ())
-    request = UnitsRequest(use_orig_params=False, strategy=Strategy.HYBRID_SHARD, shard_size=2, param_dtype=BF16)
-    found = target_units(full(), request, source, 4, sources).units
-    assert found.groups == (("_flat_param", "l.0._flat_param", "l.1._flat_param"),)
-    assert found.shard_size == 2
-    assert {(unit.strategy, unit.param_dtype) for unit in found.units} == {(Strategy.HYBRID_SHARD, BF16)}
-
-
-def test_another_wrapping_by_globs_takes_the_names_of_the_source(sources: Sources) -> None:
-    found = target_units(full(), UnitsRequest(globs=("none",)), ResolvedUnits(units_of(), None, ()), 4, sources).units
-    assert [unit.prefix for unit in found.units] == [""]
-    assert [param.name for param in found.units[0].params] == [param.name for param in PARAMS]
-
-
-def test_a_target_of_whole_tensors_needs_wrapping_and_use_orig_params(sources: Sources) -> None:
-    with pytest.raises(NeedsInformationError, match="which modules") as caught:
-        target_units(full(), UnitsRequest(), None, 4, sources)
-    assert "for example --unit 'l.*'" in str(caught.value.next_step)
-    with pytest.raises(NeedsInformationError, match="use_orig_params") as caught:
-        target_units(full(), UnitsRequest(globs=("l.*",)), None, 4, sources)
-    assert "--no-use-orig-params" in str(caught.value.next_step)
-    found = target_units(full(), UnitsRequest(globs=("l.*",), use_orig_params=True), None, 4, sources)
-    assert found.units.units == units_of(orig=True).units
-
-
-def test_settings_that_the_source_did_not_show_are_asked_for_the_target(sources: Sources) -> None:
-    source = ResolvedUnits(units_of(), None, (), open_settings=("use_orig_params",))
-    with pytest.raises(NeedsInformationError, match="use_orig_params"):
-        target_units(full(), UnitsRequest(), source, 4, sources)
-    assert target_units(full(), UnitsRequest(use_orig_params=False), source, 4, sources).units.units == units_of().units
-
-
-def test_units_of_another_model_are_refused_with_every_difference(tmp_path: Path, sources: Sources) -> None:
-    other = [
-        replace(PARAMS[0], shape=(9, 17)),
-        replace(PARAMS[1], name="l.0.b.weight"),
-        *(replace(one, dtype=BF16) if one.name.startswith("l.1") else one for one in PARAMS[2:]),
-    ]
-    request = UnitsRequest(file=saved(tmp_path, units_of(params=other)))
-    with pytest.raises(SourceCorruptError, match="do not describe") as caught:
-        target_units(full(), request, None, 4, sources)
-    text = "\n".join(caught.value.details)
-    for said in (
-        "e.weight: [9, 17] in the units, [17, 9] in the model",
-        "l.0.b.weight is in the units",
-        "parameter l.0.a.weight",
-        "l.1.a.bias: bfloat16",
-    ):
-        assert said in text
-
-
-def test_units_in_another_order_than_the_model_section_are_refused(tmp_path: Path, sources: Sources) -> None:
-    params = (named("a.weight", 6, 7), named("b.weight", 6, 7))
-    units = build_units(params[::-1], ("",), Settings(use_orig_params=False))
-    with pytest.raises(SourceCorruptError, match="do not describe"):
-        target_units(full(params), UnitsRequest(file=saved(tmp_path, units)), None, 2, sources)
-
-
-def test_without_a_model_section_the_shapes_of_the_states_have_to_agree(sources: Sources) -> None:
-    other_units = units_of(params=[replace(PARAMS[0], shape=(9, 17)), *PARAMS[1:]])
-    other = ResolvedUnits(other_units, None, ())
-    with pytest.raises(SourceCorruptError) as caught:
-        target_units(replace(full(), model=None), UnitsRequest(), other, 4, sources)
-    assert caught.value.details == ("e.weight: [9, 17] in the units, its optimizer states are [17, 9]",)
-
-
-def test_names_in_an_order_that_no_module_has_are_refused(sources: Sources) -> None:
-    """As of a dict that a script put together: what FSDP1 would flatten first is not known."""
-    request = UnitsRequest(globs=("l.*",), use_orig_params=True)
-    params = (*PARAMS, named("position", 64))
-    with pytest.raises(NeedsInformationError, match="the model section does not keep it") as caught:
-        target_units(full(params, by_name()), request, None, 4, sources)
-    assert "--parameters FILE" in str(caught.value.next_step)
-    order = ("position", *(param.name for param in PARAMS))
-    found = target_units(full(params, by_name()), replace(request, parameters=order), None, 4, sources)
-    assert found.units.parameters == order
-
-
-def test_names_that_may_be_buffers_are_asked_about(sources: Sources) -> None:
-    params = (named("position", 64, sharded=None), *PARAMS)
-    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
-    with pytest.raises(NeedsInformationError) as caught:
-        target_units(full(params, by_name()), request, None, 4, sources)
-    assert caught.value.details == ("position may be a parameter or a buffer",)
-    order = tuple(param.name for param in PARAMS)
-    found = target_units(full(params, by_name()), replace(request, parameters=order), None, 4, sources)
-    assert "position" not in found.units.params()
-
-
-def test_what_buffers_says_is_no_longer_asked(sources: Sources) -> None:
-    params = (named("position", 64, sharded=None), *PARAMS)
-    request = UnitsRequest(globs=("l.*",), use_orig_params=True, buffers=("pos*",))
-    found = target_units(full(params, by_name()), request, None, 4, sources).units
-    assert found.parameters == tuple(param.name for param in PARAMS)
-    found = target_units(full(params, by_name()), replace(request, buffers=("none",)), None, 4, sources).units
-    assert found.parameters[0] == "position"
-    assert not found.params()["position"].requires_grad  # it has no optimizer state
-    with pytest.raises(UsageError, match="buffers='mask' matches no name"):
-        target_units(full(params, by_name()), replace(request, buffers=("pos*", "mask")), None, 4, sources)
-
-
-def test_a_list_of_parameters_that_lacks_some_with_states_is_refused(sources: Sources) -> None:
-    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
-    order = tuple(param.name for param in PARAMS)
-    with pytest.raises(SourceCorruptError, match="parameters does not list 2 of") as caught:
-        target_units(full(), replace(request, parameters=order[:-2]), None, 4, sources)
-    assert caught.value.details == order[-2:]
-
-
-def test_a_list_that_is_neither_the_models_order_nor_the_optimizers_is_refused(sources: Sources) -> None:
-    request = UnitsRequest(globs=("l.*",), use_orig_params=True)
-    order = tuple(param.name for param in PARAMS)
-    groups = (order[:2], order[2:])
-    in_groups = full(optim=by_name(groups=groups))
-    with pytest.raises(SourceCorruptError, match="do not describe") as caught:
-        target_units(in_groups, replace(request, parameters=order[::-1]), None, 4, sources)
-    assert "--parameters" in str(caught.value.why)
-    of_optimizer = (*groups[0][::-1], *groups[1])
-    found = target_units(in_groups, replace(request, parameters=of_optimizer), None, 4, sources)
-    assert found.units.parameters == order
-    assert found.units.groups == (groups[0][::-1], groups[1])
-
-
-def test_an_alignment_that_nothing_proves_is_mentioned(sources: Sources) -> None:
-    source = ResolvedUnits(units_of(), None, ())
-    found = target_units(full(), UnitsRequest(use_orig_params=True), source, 3, sources)
-    assert any("--param-dtype" in line for line in found.how)
-    found = target_units(full(), UnitsRequest(use_orig_params=True, param_dtype=BF16), source, 3, sources)
-    assert not any("--param-dtype" in line for line in found.how)
-    assert any("aligned for bfloat16" in line for line in found.how)
-
-
-def test_a_parameter_without_state_that_may_be_a_shared_one_is_asked_about(sources: Sources) -> None:
-    params = (*PARAMS[:-1], named("h.weight", 17, 9))
-    optim = by_name(params, groups=[[param.name for param in PARAMS[:-1]]])
-    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
-    with pytest.raises(NeedsInformationError) as caught:
-        target_units(full(params, optim), request, None, 4, sources)
-    assert "frozen, or shared with e.weight" in caught.value.details[0]
-
-
-def test_stored_ties_are_shared_parameters(sources: Sources) -> None:
-    source = full()
-    assert source.model is not None
-    model = ModelState({**source.model.params, "out.weight": source.model.params["e.weight"]})
-    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
-    found = target_units(replace(source, model=model), request, None, 4, sources).units
-    assert found.shared == (("out.weight", "e.weight"),)
-
-
-def test_groups_are_recorded_so_that_the_ids_can_be_read_again(sources: Sources) -> None:
-    names = [param.name for param in PARAMS]
-    groups = [[name for name in names if "bias" not in name], [name for name in names if "bias" in name]]
-    found = target_units(
-        full(optim=by_name(groups=groups)), UnitsRequest(), ResolvedUnits(units_of(orig=True), None, ()), 4, sources
-    ).units
-    assert found.groups == tuple(map(tuple, groups))
-
-
 def test_a_different_order_of_names_within_a_group_is_mentioned(sources: Sources) -> None:
     names = [param.name for param in PARAMS]
     request = UnitsRequest(globs=("l.*",), use_orig_params=True)
@@ -480,92 +437,6 @@ def test_a_different_order_of_names_within_a_group_is_mentioned(sources: Sources
         assert [line for line in resolved.how if line == own] == ([message] if message else [])
         warned = [doubt for doubt in resolved.doubts if "sorted by name" in doubt and "units=FILE" in doubt]
         assert (len(warned), len(resolved.doubts)) == ((1, 1) if last == sorted(last) != names[1:] else (0, 0))
-
-
-def test_a_unit_in_two_param_groups_needs_original_parameters(sources: Sources) -> None:
-    names = [param.name for param in PARAMS]
-    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
-    with pytest.raises(SourceUnsupportedError, match="divided") as caught:
-        target_units(full(optim=by_name(groups=[names[::2], names[1::2]])), request, None, 4, sources)
-    assert "in group 0; " in caught.value.details[0] and "--use-orig-params" in str(caught.value.next_step)
-    partly = full(optim=Optimizer.of({}, by_name(groups=[names[:-1]]).param_groups))
-    with pytest.raises(SourceUnsupportedError, match="divided") as caught:
-        target_units(partly, UnitsRequest(), ResolvedUnits(units_of(), None, ()), 4, sources)
-    assert f"{names[-1]} in no group" in caught.value.details[0]
-    original = target_units(partly, UnitsRequest(), ResolvedUnits(units_of(orig=True), None, ()), 4, sources)
-    assert original.units.groups == (tuple(names[:-1]),)
-
-
-def test_hybrid_shard_needs_the_size_of_its_groups(sources: Sources) -> None:
-    request = UnitsRequest(strategy=Strategy.HYBRID_SHARD)
-    with pytest.raises(NeedsInformationError) as caught:
-        target_units(full(), request, ResolvedUnits(units_of(), None, ()), 4, sources)
-    assert "--shard-size" in str(caught.value.next_step)
-    with pytest.raises(UsageError, match="divide"):
-        target_units(full(), replace(request, shard_size=3), ResolvedUnits(units_of(), None, ()), 4, sources)
-    with pytest.raises(UsageError, match="hybrid"):
-        target_units(full(), UnitsRequest(shard_size=2), ResolvedUnits(units_of(), None, ()), 4, sources)
-
-
-def test_a_single_sharding_group_does_not_show_how_other_numbers_of_ranks_are_grouped(sources: Sources) -> None:
-    hybrid = Settings(strategy=Strategy.HYBRID_SHARD).applied_to(units_of())
-    recorded = ResolvedUnits(replace(hybrid, world_size=4), None, ())
-    same = target_units(full(), UnitsRequest(), recorded, 4, sources)
-    assert (same.units.shard_size, same.units.world_size) == (None, 4)
-    with pytest.raises(NeedsInformationError, match="record one group of 4 ranks, not how others"):
-        target_units(full(), UnitsRequest(), recorded, 8, sources)
-    assert target_units(full(), UnitsRequest(shard_size=4), recorded, 8, sources).units.shard_size == 4
-    other_strategy = ResolvedUnits(replace(units_of(), world_size=4), None, ())
-    with pytest.raises(NeedsInformationError, match="the size of a group is not recorded"):
-        target_units(full(), UnitsRequest(strategy=Strategy.HYBRID_SHARD), other_strategy, 4, sources)
-
-
-@pytest.mark.parametrize("globs", [(), ("l.*",)])
-def test_one_rank_does_not_show_the_strategy_of_several_which_is_then_the_default(
-    sources: Sources, globs: tuple[str, ...]
-) -> None:
-    """FSDP1 turns every strategy into NO_SHARD on one rank (``_init_core_state``)."""
-    recorded = replace(Settings(strategy=Strategy.NO_SHARD).applied_to(units_of()), world_size=1)
-    source, request = ResolvedUnits(recorded, None, ()), UnitsRequest(globs=globs)
-    assert target_units(full(), request, source, 1, sources).units.world_size == 1
-    several = target_units(full(), request, source, 4, sources)
-    assert {unit.strategy for unit in several.units.units} == {Strategy.FULL_SHARD}
-    assert any(line.startswith("full-shard is assumed") for line in several.how)
-    for strategy in (Strategy.FULL_SHARD, Strategy.NO_SHARD):
-        found = target_units(full(), replace(request, strategy=strategy), source, 4, sources).units
-        assert {unit.strategy for unit in found.units} == {strategy}
-
-
-def test_what_fsdp_cannot_wrap_is_said_before_anything_is_written(sources: Sources) -> None:
-    params = (*PARAMS[:-1], replace(PARAMS[-1], dtype=BF16))
-    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
-    with pytest.raises(UsageError, match="cannot wrap") as caught:
-        target_units(full(params), request, None, 4, sources)
-    assert "one dtype" in caught.value.details[0]
-    params = (*PARAMS[:-1], named("h.weight", 0, 9))
-    with pytest.raises(UsageError, match="cannot wrap") as caught:
-        target_units(full(params), replace(request, globs=("l.*", "h")), None, 4, sources)
-    assert caught.value.details == ("unit 'h' has no elements",)
-    params = (*PARAMS[:-1], named("h.scale"))
-    with pytest.raises(UsageError, match="cannot wrap") as caught:
-        target_units(full(params), replace(request, parameters=tuple(p.name for p in params)), None, 4, sources)
-    assert caught.value.details[0].startswith("h.scale has no dimensions")
-    torch_2_4 = ResolvedUnits(units_of(params=params), None, ())
-    assert target_units(full(params), UnitsRequest(), torch_2_4, 4, sources).units.units[0].params[-1].shape == ()
-
-
-def test_sorted_names_make_no_flattened_target(tmp_path: Path, sources: Sources) -> None:
-    source = full(sorted(PARAMS, key=lambda one: one.name))
-    request = UnitsRequest(globs=("l.*",), use_orig_params=False)
-    with pytest.raises(NeedsInformationError, match="order"):
-        target_units(source, request, None, 4, sources)
-    found = target_units(source, replace(request, reference=saved_model(tmp_path)), None, 4, sources)
-    assert found.units.units == units_of().units
-
-
-def test_find_units_says_how_each_was_proved(sources: Sources) -> None:
-    found = find_units(raw(beside=units_of()), UnitsRequest(), sources)
-    assert any("number of elements on every rank" in line for line in found.how)
 
 
 def test_a_units_file_and_its_name_are_on_the_disk_before_it_is_said_to_be_written(
