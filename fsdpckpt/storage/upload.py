@@ -339,7 +339,7 @@ def open_target(url: str, source: str, *, state: TargetState) -> RemoteTarget:
     not to be overwritten, TargetUnwritableError when nothing can be written there.
     """
     target = url.rstrip("/")
-    _refuse_odd_names(url)
+    refuse_odd_names(url)
     if is_http(target):
         raise TargetUnwritableError(
             f"{url}: fsdpckpt reads from web servers, and does not write to them",
@@ -383,7 +383,7 @@ def _find(filesystem: Any, path: str) -> Iterator[str]:
                 yield from _find(filesystem, info["name"].rstrip("/"))
 
 
-def _refuse_odd_names(url: str) -> None:
+def refuse_odd_names(url: str) -> None:
     """Raises UsageError for ``s3://bucket//x`` and ``s3://bucket/./x``: a disk has no such names, a store has."""
     scheme, _, rest = url.rstrip("/").partition("://")
     names = rest.split("/")

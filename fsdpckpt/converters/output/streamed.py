@@ -62,7 +62,7 @@ from fsdpckpt.storage.object_file import ObjectFile
 from fsdpckpt.storage.parts import MAX_PARTS, renames_at_once, takes_parts
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget
+from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget, refuse_odd_names
 from fsdpckpt.text import plural, size_text
 
 PART = 5 << 20  # bytes: the smallest part that S3 takes
@@ -71,6 +71,7 @@ _HIDDEN = ".{}.fsdpckpt-staging"  # the directory beside DST, in the store, wher
 
 def publisher_for_store(request: Request, *, staged: bool = False) -> Publisher:
     """``publisher_of`` for a target in a store."""
+    refuse_odd_names(request.target)  # before a store is opened: some wait for credentials
     if staged:
         return Spooled(request)
     group, streams = request.group, False
