@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.errors import NeedsInformationError
 from tests.oracle.compare import differences
 from tests.oracle.fake_group import as_rank
 
@@ -98,90 +98,20 @@ def listed(path: Path, groups: list[list[str]], between: str = "") -> Path:
     return path
 
 
-def test_nothing_is_chosen_without_help(two_groups: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
-    directory, _ = two_groups
-    with pytest.raises(NeedsInformationError) as error:
-        full(directory / "raw", tmp_path / "out.pt")
-    assert error.value.details[0] == "id 1 may be 0.bias or 1.weight"
-    for way in ("--parameters FILE", "a blank line between groups", "--reference PATH", "--units FILE"):
-        assert way in error.value.text
-    assert "buffers" not in str(error.value)
-
-
-def test_a_reference_of_the_same_job_by_name_has_the_groups(
-    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
+@pytest.mark.parametrize("way", ["reference", "units", "list", "list with blank lines"])
+@pytest.mark.parametrize("groups", ["two_groups", "reversed_group"])
+def test_each_way_to_say_the_order_gives_the_names_of_the_job(
+    groups: str, way: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    directory, _ = two_groups
-    report = require_truth(directory, tmp_path, reference=directory / "named")
-    assert any("from the param groups of" in note.message for note in report.notes)
-
-
-def test_a_list_in_the_optimizers_own_order_is_taken_as_that(
-    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
-) -> None:
-    directory, groups = two_groups
-    report = require_truth(directory, tmp_path, parameters=listed(tmp_path / "order", groups))
-    assert any("in the optimizer's order" in note.message for note in report.notes)
-
-
-def test_blank_lines_divide_a_list_into_groups(two_groups: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
-    directory, groups = two_groups
-    require_truth(directory, tmp_path, parameters=listed(tmp_path / "order", groups, between="\n"))
-    with pytest.raises(SourceCorruptError, match="does not fit"):
-        full(
-            directory / "raw",
-            tmp_path / "out.pt",
-            parameters=listed(tmp_path / "wrong", [groups[0][:3], groups[0][3:] + groups[1]], between="\n\n"),
-        )
-
-
-def test_a_list_in_the_models_order_does_not_say_the_groups(
-    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
-) -> None:
-    directory, groups = two_groups
-    names = sorted(name for group in groups for name in group)
-    model = [name for layer in "0123" for name in (f"{layer}.weight", f"{layer}.bias")]
-    with pytest.raises(NeedsInformationError, match="a blank line between groups"):
-        full(directory / "raw", tmp_path / "out.pt", parameters=listed(tmp_path / "model", [model]))
-    with pytest.raises(NeedsInformationError):  # sorted by name: nobody's order
-        full(directory / "raw", tmp_path / "out.pt", parameters=listed(tmp_path / "sorted", [names]))
-
-
-def test_groups_that_were_sorted_by_name_are_in_the_models_order_and_this_is_a_warning(
-    two_groups: tuple[Path, list[list[str]]], tmp_path: Path
-) -> None:
-    """``FSDP.rekey_optim_state_dict`` sorts the lists. Here the optimizer lists layer 2 before layer 0: what is assumed
-    is wrong, and the warning says how to correct it.
-    """
-    directory, groups = two_groups
-    by_name, _ = full(directory / "named", tmp_path / "named.pt")
-    for group in by_name["optimizer"]["param_groups"]:
-        group["params"] = sorted(group["params"])
-    torch.save(by_name, tmp_path / "sorted.pt")
-    found, report = full(directory / "raw", tmp_path / "found.pt", reference=tmp_path / "sorted.pt")
-    (warning,) = (note.message for note in report.notes if note.warning)
-    assert "sorted by name" in warning and "--parameters FILE" in warning
-    assert found["optimizer"]["param_groups"][0]["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    require_truth(
-        directory,
-        tmp_path,
-        reference=tmp_path / "sorted.pt",
-        parameters=listed(tmp_path / "order", groups, between="\n"),
-    )
-
-
-def test_a_reference_of_another_job_says_nothing_of_the_groups(
-    two_groups: tuple[Path, list[list[str]]], reversed_group: tuple[Path, list[list[str]]], tmp_path: Path
-) -> None:
-    (directory, _), (other, _) = two_groups, reversed_group
-    with pytest.raises(NeedsInformationError):
-        full(directory / "raw", tmp_path / "out.pt", reference=other / "named")
-
-
-def test_a_single_group_in_an_order_of_its_own(reversed_group: tuple[Path, list[list[str]]], tmp_path: Path) -> None:
-    directory, groups = reversed_group
-    require_truth(directory, tmp_path, parameters=listed(tmp_path / "order", groups))
-    require_truth(directory, tmp_path, reference=directory / "named")
+    """What is asked for without one, and what else a list may be, is in ``tests/transform/test_ids_and_names.py``."""
+    directory, names = request.getfixturevalue(groups)
+    between = "\n" if "blank" in way else ""
+    ways: dict[str, Any] = {
+        "reference": {"reference": directory / "named"},
+        "units": {"units": directory / "order.json"},
+    }
+    given = ways.get(way) or {"parameters": listed(tmp_path / "order", names, between)}
+    require_truth(directory, tmp_path, **given)
 
 
 def test_what_the_job_saved_of_its_parameters_names_the_ids_and_tells_parameters_from_buffers(

@@ -173,6 +173,8 @@ NAMES: dict[str, Row] = {
         silent=["--buffers"])),
     "blank lines divide a list into groups": Row(
         ALIKE, names="eabn ch", said=["from --parameters, in the optimizer's order"]),
+    "blank lines that divide it otherwise": Row(ALIKE, Refused(3, "does not fit --parameters"), names="eab nch"),
+    "a list that is sorted by name is nobody's": Row(ids("nw uv", "wuvn"), Refused(4), names="nuvw"),
     "a list in another order than the model's is the optimizer's": Row(ALIKE, names="eabnch"),
     "a list in the model's order does not say the groups": Row(ALIKE, Refused(4, details=UNDECIDED), names=IN_ORDER),
     "units say the groups": Row(ALIKE, units=units(groups="eabn ch"), said=["from the units"]),
@@ -196,7 +198,8 @@ NAMES: dict[str, Row] = {
     "a sorted reference with a name that the model lacks": Row(
         ids("en ah", "enah"), Refused(3, "h is not in the param groups of"), reference=named("en ax", "")),
     "a sorted reference says them in the order of the model": Row(
-        ids("en ha", "hean"), reference=named("en ah", ""), said=[f"in the order of {OWN_MODEL}"]),
+        ids("en ha", "hean"), reference=named("en ah", ""),
+        said=[f"in the order of {OWN_MODEL}", "sorted by name", "--parameters FILE"]),
 
     # Shapes
     "an order that shapes contradict": Row(ids(IN_ORDER, "ecbanh"), Refused(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Tensor
@@ -15,6 +14,7 @@ from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.transform.weight_decay import STANDARD, list_parameters, note_one_group
 from tests.flat.flat_synthetic import checkpoint, whole
 from tests.ir.checkpoints import with_origin
+from tests.refusals import Refused
 
 SHAPES = {
     "decoder.layers.qkv.weight": (2, 5, 3),  # all layers in one tensor
@@ -52,117 +52,104 @@ def one_group(keys: Sequence[ParamKey], **settings: Value) -> Checkpoint:
     return checkpoint(1, optim=Optimizer.of(state, [{**settings, "params": list(keys)}]), layout=Layout.FULL)
 
 
-def test_the_note_lists_the_parameters_without_weight_decay_in_the_order_of_the_groups() -> None:
-    names = [f"layers.{number}.{kind}" for number in range(8) for kind in ("weight", "bias")]
+def alone(shapes: Mapping[str, tuple[int, ...]], **settings: Value) -> Checkpoint:
+    """An optimizer with one group that lists its parameters."""
     state: dict[ParamKey, dict[str, Tensor | Value]] = {
-        name: {"exp_avg": whole(5, 3) if name.endswith("weight") else whole(5)} for name in names
+        name: {"exp_avg": whole(*shape)} for name, shape in shapes.items()
     }
-    optim = Optimizer.of(state, [{"lr": 0.1, "weight_decay": 0.5, "params": list(names)}])
-    result = list_parameters(checkpoint(1, optim=optim, layout=Layout.FULL), [STANDARD])
-    assert listed(result) == [names[::2], names[1::2]]
-    assert result.notes[-1].keys == tuple(names[1::2])
+    return checkpoint(1, optim=Optimizer.of(state, [{**settings, "params": list(shapes)}]), layout=Layout.FULL)
 
 
-def test_vectors_of_stacked_layers_and_experts_have_no_weight_decay() -> None:
-    names = list(SHAPES)
-    result = list_parameters(megatron(), [STANDARD])
-    assert listed(result) == [[names[0], names[4]], [names[1], names[5]], [names[2]], [names[3]]]
-    assert listed(list_parameters(megatron(KINDS[:2], {"a": (2, 2), "b.bias": (2, 2)}), [STANDARD])) == [
-        ["a"],
-        ["b.bias"],
-    ]
+def with_model(source: Checkpoint, **shapes: tuple[int, ...]) -> Checkpoint:
+    return replace(source, model=ModelState({name: whole(*shape) for name, shape in shapes.items()}))
 
 
-def test_the_shape_of_the_model_decides_where_a_parameter_has_no_state_of_its_shape() -> None:
-    source = megatron(KINDS[:2], {"a": (3,), "b": (3,)})
-    source = replace(source, model=ModelState({"a": whole(3, 1), "b": whole(3)}))
-    assert listed(list_parameters(source, [STANDARD])) == [["a"], ["b"]]
+def bare(source: Checkpoint, name: str) -> Checkpoint:
+    """``source`` without the moment of one parameter."""
     assert source.optim is not None
-    source.optim.state["b"].pop("exp_avg")
-    assert listed(list_parameters(source, [STANDARD])) == [["a"], ["b"]]
-    assert listed(list_parameters(replace(source, model=None), [STANDARD])) == [["b"], ["a"]]
+    source.optim.state[name].pop("exp_avg")
+    return source
 
 
-def test_experts_are_like_others_where_no_group_is_for_experts() -> None:
-    names = list(SHAPES)
-    result = list_parameters(megatron(KINDS[:2]), [STANDARD])
-    assert listed(result) == [[names[0], names[2], names[4]], [names[1], names[3], names[5]]]
+@dataclass(frozen=True)
+class Row:
+    """``found``: the parameters of each group afterwards, or how the rule is refused; ``patterns``: of the rule."""
+
+    found: Sequence[Sequence[str]] | Refused
+    source: Checkpoint
+    patterns: Sequence[str] = (STANDARD,)
+    settings: Sequence[Mapping[Key, Value]] = field(default_factory=list)
 
 
-def test_a_group_that_gets_no_parameter_is_left_out() -> None:
-    assert listed(list_parameters(megatron(shapes={"w": (2, 2), "b": (2,)}), [STANDARD])) == [["w"], ["b"]]
+QKV, NORM, EXPERT, EXPERT_NORM, OUTPUT, BIAS = SHAPES
+TWO = {"a": (2, 2), "b.c": (2, 2)}
+VECTORS: dict[str, tuple[int, ...]] = {"a": (3,), "b": (3,)}
+LAYERS = {f"layers.{n}.{kind}": (5, 3)[: 2 if kind == "weight" else 1] for n in range(8) for kind in ("weight", "bias")}
+HALVES: list[dict[Key, Value]] = [{"weight_decay": 0.0}, {"weight_decay": 0.5}]
+OUTPUTS = {OUTPUT: SHAPES[OUTPUT], BIAS: SHAPES[BIAS]}
+
+# fmt: off
+ROWS: dict[str, Row] = {
+    "vectors of stacked layers and experts": Row([[QKV, OUTPUT], [NORM, BIAS], [EXPERT], [EXPERT_NORM]], megatron()),
+    "a matrix that is called bias": Row([["a"], ["b.bias"]], megatron(KINDS[:2], {"a": (2, 2), "b.bias": (2, 2)})),
+    "experts, where no group is for them": Row(
+        [[QKV, EXPERT, OUTPUT], [NORM, EXPERT_NORM, BIAS]], megatron(KINDS[:2])),
+    "a group that gets no parameter": Row([["w"], ["b"]], megatron(shapes={"w": (2, 2), "b": (2,)})),
+    "globs": Row([["a"], ["b.c"]], megatron(KINDS[:2], TWO), ["b.*"]),
+    "weight decay itself, where groups have no multiplier": Row(
+        [["b"], ["a"]], megatron(HALVES, {"a": (2, 2), "b": (2,)})),
+    "one group is divided": Row(
+        [["a"], ["b"]], alone({"a": (5, 3), "b": (5, 3)}, weight_decay=0.5, lr=1), ["b"],
+        [{"weight_decay": 0.5, "lr": 1, "params": ["a"]}, {"weight_decay": 0.0, "lr": 1, "params": ["b"]}]),
+    "the order of the groups": Row([[*LAYERS][::2], [*LAYERS][1::2]], alone(LAYERS, lr=0.1, weight_decay=0.5)),
+    "the shape of the model, where a state has another": Row(
+        [["a"], ["b"]], with_model(megatron(KINDS[:2], VECTORS), a=(3, 1), b=(3,))),
+    "the shape of the model, where there is no state": Row(
+        [["a"], ["b"]], with_model(bare(megatron(KINDS[:2], VECTORS), "b"), a=(3, 1), b=(3,))),
+    "no shape at all": Row([["b"], ["a"]], bare(megatron(KINDS[:2], VECTORS), "b")),
+    "buffers beside states by name, which are the user's": Row(
+        [[QKV, OUTPUT], [NORM, BIAS], [EXPERT], [EXPERT_NORM]], megatron(buffer=1)),
+
+    "no group that fits": Row(
+        Refused(4, "no param group fits output.bias", ["wd_mult 1.0, lr 0.1, is_expert_parallel False"]),
+        megatron(KINDS[:1], OUTPUTS)),
+    "several groups that fit": Row(
+        Refused(4, ["several param groups fit output.weig", "wd_mult 1.0, lr 0.1, is_expert_parallel False"]),
+        megatron([*KINDS[:2], KINDS[0]], OUTPUTS)),
+    "settings that tell nothing apart": Row(
+        Refused(4, details=["eps, betas", "eps"]), megatron([{"eps": 1, "betas": 2}, {"eps": 2}])),
+    "no rule": Row(Refused(4, "in which of its 4 param groups"), megatron(), []),
+    "buffers of many parameters": Row(Refused(3, "Megatron's buffers", ["buffer"]), megatron(shapes={}, buffer=1)),
+    "a pattern that matches nothing": Row(
+        Refused(2, ["*.wrong", "matches none"], list(SHAPES)[:4]), megatron(), ["*.wrong"]),
+    "a pattern more that matches nothing": Row(
+        Refused(2, ["*.wrong", "matches none"], list(SHAPES)[:4]), megatron(), ["*.bias", "*.wrong"]),
+    "ids, of which a glob would match digits": Row(Refused(2, "keyed by ids"), one_group([0, 1]), ["1"]),
+    "two groups that list their parameters": Row(
+        Refused(2, "has neither"), checkpoint(1, optim=Optimizer.of(
+            {"a": {"exp_avg": whole(5, 3)}, "b": {"exp_avg": whole(5, 3)}}, [{"params": ["a"]}, {"params": ["b"]}]))),
+}
+# fmt: on
 
 
-def test_globs_name_the_parameters_without_weight_decay() -> None:
-    result = list_parameters(megatron(KINDS[:2], {"a": (2, 2), "b.c": (2, 2)}), ["b.*"])
-    assert listed(result) == [["a"], ["b.c"]]
-    split = list_parameters(one_group(["a", "b"], weight_decay=0.5, lr=1), ["b"])
-    assert split.optim is not None
-    assert split.optim.param_groups == [
-        {"weight_decay": 0.5, "lr": 1, "params": ["a"]},
-        {"weight_decay": 0.0, "lr": 1, "params": ["b"]},
-    ]
-
-
-def test_weight_decay_itself_tells_groups_apart_that_have_no_multiplier() -> None:
-    groups: list[dict[Key, Value]] = [{"weight_decay": 0.0}, {"weight_decay": 0.5}]
-    assert listed(list_parameters(megatron(groups, {"a": (2, 2), "b": (2,)}), [STANDARD])) == [["b"], ["a"]]
-
-
-@pytest.mark.parametrize(
-    ("groups", "why"),
-    [
-        (KINDS[:1], "^no param group fits output.bias"),
-        ([*KINDS[:2], KINDS[0]], "^several param groups fit output.weig"),
-    ],
-)
-def test_groups_of_another_rule_are_refused(groups: list[dict[Key, Value]], why: str) -> None:
-    shapes = {name: SHAPES[name] for name in ("output.weight", "output.bias")}
-    with pytest.raises(NeedsInformationError, match=why) as caught:
-        list_parameters(megatron(groups, shapes), [STANDARD])
-    assert caught.value.details[0] == "wd_mult 1.0, lr 0.1, is_expert_parallel False"
-    assert len(caught.value.details) == len(groups)
-
-
-def test_settings_that_tell_nothing_apart_are_named() -> None:
-    with pytest.raises(NeedsInformationError) as caught:
-        list_parameters(megatron([{"eps": 1, "betas": 2}, {"eps": 2}]), [STANDARD])
-    assert list(caught.value.details) == ["eps, betas", "eps"]
-
-
-def test_without_patterns_the_rule_is_asked_for() -> None:
-    with pytest.raises(NeedsInformationError, match="in which of its 4 param groups") as caught:
-        list_parameters(megatron(), [])
-    assert len(caught.value.details) == 4
-
-
-def test_buffers_of_many_parameters_are_refused() -> None:
-    with pytest.raises(SourceUnsupportedError, match="Megatron's buffers") as caught:
-        list_parameters(megatron(shapes={}, buffer=1), [STANDARD])
-    assert list(caught.value.details) == ["buffer"]
-    assert listed(list_parameters(megatron(buffer=1), [STANDARD]))[0]  # beside states by name it is the user's
-
-
-@pytest.mark.parametrize("patterns", [["*.wrong"], ["*.bias", "*.wrong"]])
-def test_a_pattern_that_matches_nothing_is_named(patterns: list[str]) -> None:
-    with pytest.raises(UsageError, match=r"no_weight_decay='\*\.wrong' matches none") as caught:
-        list_parameters(megatron(), patterns)
-    assert list(caught.value.details) == list(SHAPES)[:4]
-
-
-def test_ids_are_refused_because_a_glob_would_match_digits() -> None:
-    with pytest.raises(UsageError, match="keyed by ids"):
-        list_parameters(one_group([0, 1]), ["1"])
+@pytest.mark.parametrize("name", ROWS)
+def test_parameters_are_put_into_groups_by_the_rule(name: str) -> None:
+    row = ROWS[name]
+    if isinstance(row.found, Refused):
+        row.found.by(lambda: list_parameters(row.source, list(row.patterns)))
+        return
+    found = list_parameters(row.source, list(row.patterns))
+    assert listed(found) == row.found
+    assert found.optim is not None
+    assert not row.settings or found.optim.param_groups == row.settings
+    if "order" in name:
+        assert found.notes[-1].keys == tuple(row.found[1])
 
 
 def test_groups_that_list_their_parameters_need_no_rule() -> None:
     source = one_group(["a", "b"])
-    assert source.optim is not None and source.optim.param_groups is not None
     assert list_parameters(source, []) is source
     assert list_parameters(checkpoint(1, model=ModelState({}), layout=Layout.FULL), []).optim is None
-    two = replace(source, optim=Optimizer.of(source.optim.state, [{"params": ["a"]}, {"params": ["b"]}]))
-    with pytest.raises(UsageError, match="has neither"):
-        list_parameters(two, [STANDARD])
     assert list_parameters(with_origin(megatron(), flavor="plain"), []).notes == ()  # another producer's own
 
 
