@@ -379,6 +379,9 @@ IDS: dict[str, Row] = {
     "another order in the groups of units": Row(named("ae n"), "ea n", units=units("ean", "ea n")),
     "another group in units": Row(
         named("e na", "ean"), Refused(3, details=["a is not in group 1 of the units"]), units=units("ean", "ea n")),
+    "units in other shapes than the model": Row(
+        named("ea", "ea", bare="a"), Refused(3, "a has shape [9, 28] in the units, [28, 9] in"),
+        units=units("ea", a=(9, 28))),
     "fewer groups in units": Row(
         named("ea n", "ean"), Refused(3, details=["n is not in group 1 of the units"]), units=units("ean", "ean")),
     "a list in another order than units is the optimizer's": Row(named("hn", ""), names="hn", units=units("nh")),
