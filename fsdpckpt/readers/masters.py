@@ -74,6 +74,9 @@ def _with_tied(
     """``checkpoint`` with the masters in ``groups``, which are extras at ``path``, as parameters. ``saved``: the
     checkpoint before a flat tensor was divided.
     """
+    wrong = _lists_that_do_not_fit(checkpoint, path, groups)
+    if wrong:
+        return checkpoint.with_problems(*wrong)
     names = _member_names(checkpoint)
     pairs = _pairs(names, groups, checkpoint.model) if names is not None and checkpoint.model is not None else None
     if pairs is None:
@@ -96,6 +99,31 @@ def _with_tied(
         path = (*path[:-1], _FLAT_MASTERS) if checkpoint is not saved else path
         return _in_another_order(saved, path, groups, pairs, different, sources)
     return _with_params(checkpoint, path, pairs)
+
+
+def _lists_that_do_not_fit(
+    checkpoint: Checkpoint, path: tuple[Key, ...], groups: Sequence[Sequence[Tensor]]
+) -> list[Problem]:
+    """A fatal problem for each param group that has more or fewer master weights than parameters.
+
+    A wrapper keeps none of a parameter that is frozen, which has no states, or float32 itself.
+    """
+    optim, model = checkpoint.optim, checkpoint.model
+    if optim is None or model is None or optim.groups is None:
+        return []
+    what = f"{dotted(path)}, the optimizer's {_MASTER_DTYPE} weights,"
+    members = optim.in_groups()
+    if len(members) != len(groups):
+        count = f"{plural(len(groups), 'list')}, and the optimizer {plural(len(members), 'param group')}"
+        return [Problem("master", f"{what} has {count}", section=Section.OPTIM)]
+    themselves = sum(leaf.dtype.name == _MASTER_DTYPE for _, leaf in _trained(checkpoint))
+    wrong: list[Problem] = []
+    for number, (keys, masters) in enumerate(zip(members, groups, strict=True)):
+        trained = sum(bool(optim.state.get(key)) for key in keys)
+        if len(masters) > len(keys) or len(masters) < trained - themselves:
+            held = f"{len(masters)} for the {plural(len(keys), 'parameter')} of group {number}"
+            wrong.append(Problem("master", f"{what} has {held}", section=Section.OPTIM))
+    return wrong
 
 
 def _in_another_order(
