@@ -28,5 +28,6 @@ def test_several_runs_in_one_process_find_each_other_also_beside_a_process_group
     for rank in range(2):
         row = json.loads((checks / f"row-{rank}.json").read_text())
         assert row["gathered"] == [*([[0, number], [1, number]] for number in range(4)), ["fails"]]
-        assert row["votes"] == [[True, True]] * 5, "votes of an earlier run were counted"
+        own = [number != 2 for number in range(5)]  # in one run both see the same GPU, by its identity
+        assert row["votes"] == [[each, True] for each in own], "votes of an earlier run were counted"
         assert row["total"] == 1
