@@ -13,13 +13,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple, cast
 
+import numpy as np
+
 from fsdpckpt import flags
 from fsdpckpt.ir.checkpoint import Note
+from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey, StatesOrValue, group_params
-from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, encode
-from fsdpckpt.readers.protocol import KeyPath
+from fsdpckpt.readers.protocol import FileTable, KeyPath
 
 _STATE, _GROUPS = "state", "param_groups"
 # State names of torch.optim; only needed to recognise a ``state`` alone, under a name that does not show what it is.
@@ -271,3 +274,14 @@ def notes_on_copies(copies: Collection[str], weights: str = "float32") -> list[N
         f"that the model computed with; {flags.dtype(min(copies))} gives those"
     )
     return [Note("master-weights", message)]
+
+
+def step_tensor(step: Value, files: FileTable) -> Tensor | None:
+    """The step count that Megatron stores once, in the form torch's optimizers have for each parameter."""
+    if isinstance(step, Tensor) or step is None:
+        return step
+    if not isinstance(step, (int, float)) or not abs(step) < 1 << 53:
+        return None
+    number = np.array(step, "<f4").tobytes()
+    file = files.add_inline(number)
+    return Tensor(DTYPES["float32"], (), Chunks.whole(file=file, offset=0, shape=()), sharded=False)

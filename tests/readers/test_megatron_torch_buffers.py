@@ -109,6 +109,7 @@ def test_weights_and_states_are_found_in_the_buffers(name: str, bucket: int | No
         assert torch.equal(state["model"][key], value), key
         for moment, expected in run.states[key].items():
             assert torch.equal(state["optimizer"]["state"][key][moment], expected), (key, moment)
+        assert state["optimizer"]["state"][key]["step"] == 7
     decayed = {key for group in state["optimizer"]["param_groups"] if group["wd_mult"] for key in group["params"]}
     assert decayed == {key for key, value in run.whole.items() if value.ndim > 1}
 

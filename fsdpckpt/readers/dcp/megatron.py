@@ -25,15 +25,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-import numpy as np
-
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError, damaged
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind
-from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.placements import Shard, Sharded
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Object, Value
-from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies
+from fsdpckpt.readers.optimizer_forms import groups_of_equal_settings, notes_on_copies, step_tensor
 from fsdpckpt.readers.protocol import Claim, FileTable, Locate, Part, PartContents, ReadOptions, claim_latest
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
@@ -271,7 +268,7 @@ def _step(optimizers: Sequence[Mapping[Key, Value]], files: FileTable) -> Tensor
         state = optimizer.get("state")
         common = state.get("common_step") if isinstance(state, dict) else None
         for step in (common, *(group.get("step") for group in _groups(optimizer))):
-            if (tensor := _step_tensor(step, files)) is not None:
+            if (tensor := step_tensor(step, files)) is not None:
                 return tensor
     return None
 
@@ -330,7 +327,7 @@ def _optimizer(optimizer: Mapping[Key, Value], files: FileTable, path: str) -> _
     by_name: dict[str, _Dict] = {}
     for name, saved in settings.items():
         setting = dict(saved) if isinstance(saved, dict) else {}
-        step = _step_tensor(setting.pop("step", None), files)
+        step = step_tensor(setting.pop("step", None), files)
         by_name[str(_unwrapped(name))] = setting
         if step is not None and _unwrapped(name) in joined:
             joined[_unwrapped(name)].setdefault("step", step)
@@ -384,17 +381,6 @@ def _join_pair(gate: Tensor, value: Tensor, name: str, path: str) -> Tensor:
     start[:, 0] += rows
     chunks = Chunks.joined([gate.chunks, value.chunks.with_boxes(start=start)])
     return replace(gate, shape=(2 * rows, *gate.shape[1:]), chunks=chunks, sharded=True, cut=Sharded((Shard(0),)))
-
-
-def _step_tensor(step: Value, files: FileTable) -> Tensor | None:
-    """The step count that Megatron stores once, in the form torch's optimizers have for each parameter."""
-    if isinstance(step, Tensor) or step is None:
-        return step
-    if not isinstance(step, (int, float)) or not abs(step) < 1 << 53:
-        return None
-    number = np.array(step, "<f4").tobytes()
-    file = files.add_inline(number)
-    return Tensor(DTYPES["float32"], (), Chunks.whole(file=file, offset=0, shape=()), sharded=False)
 
 
 def _without_classes(value: Value) -> Value:
