@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,12 +17,13 @@ from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.candidates import candidates
 from fsdpckpt.flat.units.inference import Refusal, infer
 from fsdpckpt.flat.units.request import ResolvedUnits
-from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.units import Strategy, Units
 from tests.flat.flat_synthetic import checkpoint, local_model, name_list, named, optimizer, sharded_model
+from tests.refusals import Refused
 
 BF16 = DTYPES["bfloat16"]
 
@@ -46,276 +48,229 @@ def units_of(
     return build_units(params, prefixes, Settings(orig, **rest))  # type: ignore[arg-type]
 
 
-def inferred(
-    source: Checkpoint,
-    names: Listing | None = None,
-    prefixes: UnitPrefixes = FROM_GLOBS,
-    wanted: Settings = Settings(),  # noqa: B008
-    **rest: object,
-) -> ResolvedUnits | Refusal:
-    return infer(source, candidates(source, names or name_list(*MODEL), prefixes, **rest), wanted=wanted)  # type: ignore[arg-type]
+ROOT = UnitPrefixes(("",), complete=False, label="--unit none")
 
 
-def proved(*args: object, **rest: object) -> ResolvedUnits:
-    found = inferred(*args, **rest)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Row:
+    """The flat shards of a job whose units are ``truth``, on ``world_size`` ranks.
+
+    ``names``: of the model, as they are listed, with ``ordered``; ``prefixes``: of the units, as globs give them;
+    ``optim``: how its optimizer was saved, None without one; ``model``: what is saved beside it; ``wanted``: settings
+    that were given; ``parameters``: the user's list.
+
+    ``found``: the units, None where nothing fits, or what is asked. ``keys``: what the ids are; ``open_settings``: what
+    no length shows.
+    """
+
+    truth: Units
+    found: Units | Refused | None
+    names: Sequence[Parameter] = MODEL
+    ordered: bool = True
+    from_reference: bool = False
+    prefixes: UnitPrefixes = FROM_GLOBS
+    world_size: int = 4
+    optim: Mapping[str, Any] | None = field(default_factory=dict)
+    model: Callable[[], ModelState] | None = None
+    wanted: Settings = Settings()  # noqa: RUF009
+    parameters: Sequence[str] | None = None
+    keys: Sequence[str] | None = None
+    open_settings: tuple[str, ...] = ()
+
+    def source(self) -> Checkpoint:
+        optim = None if self.optim is None else optimizer(self.truth, self.world_size, **self.optim)
+        return checkpoint(self.world_size, model=self.model() if self.model is not None else None, optim=optim)
+
+    def infer(self) -> ResolvedUnits | Refusal:
+        source = self.source()
+        names = name_list(*self.names, ordered=self.ordered, from_reference=self.from_reference)
+        more = {} if self.parameters is None else {"parameters": self.parameters}
+        return infer(source, candidates(source, names, self.prefixes, **more), wanted=self.wanted)
+
+
+def same(truth: Units, **more: Any) -> Row:
+    return Row(truth, truth, **more)
+
+
+def loose(params: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    """Names of which nothing says whether they are sharded."""
+    return tuple(replace(one, sharded=None) for one in params)
+
+
+def shaped(*params: tuple[Any, ...], sharded: bool | None = True) -> tuple[Parameter, ...]:
+    return tuple(named(name, *shape, sharded=sharded) for name, *shape in params)
+
+
+FLAT, ORIG = units_of(orig=False), units_of(orig=True)
+WRAPPED_NAMES = [
+    f"_fsdp_wrapped_module.{name}".replace("l.0.", "l.0._fsdp_wrapped_module.").replace(
+        "l.1.", "l.1._fsdp_wrapped_module.")
+    for name in ORIG.parameters
+]  # fmt: skip
+WRAPPED_KEYS = [
+    "_fsdp_wrapped_module._flat_param",
+    *(f"_fsdp_wrapped_module.l.{n}._fsdp_wrapped_module._flat_param" for n in (0, 1)),
+]
+FROM_KEYS, FROM_WORDS = (
+    UnitPrefixes(LAYERS, complete=True, label=label) for label in ("the flat parameters' keys", "param_names")
+)
+EVEN = shaped(("a.weight", 16, 8), ("b.weight", 24, 8))
+ALIKE = (*shaped(("n.weight", 9), ("n.running", 9), sharded=None), named("a.weight", 7, 5))
+LIKE_A_BUFFER = shaped(("a.scale", 9), ("position", 3, 3), ("b.scale", 4), ("a.weight", 7, 5), sharded=None)
+TIED = (*MODEL[:-2], named("h.weight", 17, 9))
+OWN_SIZE = (*MODEL[:4], named("l.1.a.weight", 29, 9), *MODEL[5:])
+MATRICES = tuple(named(f"p.{number}", 6, 8) for number in range(4))
+BY_NAME = tuple(sorted(MODEL, key=lambda one: one.name))
+PAIR = shaped(("a.weight", 5, 3), ("b.weight", 7, 3))
+EACH = shaped(("a.weight", 7, 3), ("b.weight", 5, 3), ("c.weight", 11, 3))
+SWAPPED = (MODEL[0], MODEL[2], MODEL[1], *MODEL[3:])
+SQUARES = shaped(("a.weight", 6, 7), ("b.weight", 7, 6), ("c.weight", 5))
+KERNEL, POINTWISE = shaped(("c.weight", 4, 3, 3, 3), ("c.bias", 4)), shaped(("c.weight", 4, 3, 1, 1), ("c.bias", 4))
+LAST = (replace(KERNEL[0], stride=(27, 1, 9, 3)), KERNEL[1])
+OTHER_BIAS = tuple(replace(one, shape=(36,)) if one.name == "l.1.a.bias" else one for one in MODEL)
+VECTORS = [[name for name in ORIG.parameters if name.endswith("bias") is bias] for bias in (False, True)]
+HALF = units_of(orig=True, param_dtype=BF16)
+
+
+def root_of(params: Sequence[Parameter], *, orig: bool = False) -> Units:
+    return units_of(params, ("",), orig=orig)
+
+
+# fmt: off
+ROWS: dict[str, Row] = {
+    # The job's own settings
+    **{f"{'original' if truth is ORIG else 'flat'} parameters on {world_size} ranks": same(
+        truth, world_size=world_size, keys=truth.optimizer_keys())
+       for truth in (FLAT, ORIG) for world_size in (2, 3, 5, 16)},
+    "an alignment that shows": same(HALF),
+    "an alignment that makes no difference": same(
+        root_of(EVEN, orig=True), names=EVEN, prefixes=ROOT, open_settings=("param_dtype",)),
+    **{f"{strategy}, {orig=}": same(
+        units_of(orig=orig, strategy=strategy, shard_size=2 if strategy is Strategy.HYBRID_SHARD else None),
+        open_settings=("param_dtype",) if orig and strategy is Strategy.NO_SHARD else ())
+       for strategy in (Strategy.HYBRID_SHARD, Strategy.NO_SHARD) for orig in (False, True)},
+    "settings that were given": Row(
+        HALF, units_of(orig=True, param_dtype=BF16, strategy=Strategy.SHARD_GRAD_OP),
+        wanted=Settings(True, Strategy.SHARD_GRAD_OP, BF16)),
+    "a use_orig_params that is wrong": Row(HALF, None, wanted=Settings(use_orig_params=False)),
+    "a param_dtype that is wrong": Row(HALF, None, wanted=Settings(param_dtype=DTYPES["float32"])),
+    "a strategy that is wrong": Row(HALF, None, wanted=Settings(strategy=Strategy.NO_SHARD)),
+
+    # Wrapping
+    "another wrapping": Row(FLAT, None, prefixes=ROOT),
+    "flat parameters that name the units": same(
+        FLAT, prefixes=FROM_KEYS, optim=None, model=lambda: local_model(FLAT, 3), world_size=3),
+    "param_names whose wrappers show where units begin": same(
+        ORIG, prefixes=FROM_WORDS, optim={"param_names": [WRAPPED_NAMES]}),
+    "param_names of flat parameters": same(FLAT, prefixes=FROM_WORDS, optim={"param_names": [WRAPPED_KEYS]}),
+    "a root that was not wrapped": same(units_of(loose(MODEL), LAYERS[1:], orig=False), names=loose(MODEL)),
+
+    # Names
+    "names of another model, flat parameters": Row(FLAT, None, names=OTHER_BIAS),
+    "names of another model": Row(ORIG, None, names=OTHER_BIAS),
+    "a buffer that lengths tell": same(FLAT, names=(*loose(MODEL), named("l.1.position", 77, sharded=None))),
+    "a buffer and a parameter of one length": Row(
+        root_of((ALIKE[0], ALIKE[2])), Refused(4, ["ambiguous", "--parameters"]), names=ALIKE, prefixes=ROOT,
+        world_size=2),
+    "a list says which is the buffer": same(
+        root_of((ALIKE[0], ALIKE[2])), names=ALIKE, prefixes=ROOT, world_size=2, parameters=("n.weight", "a.weight")),
+    # Of names whose last components agree all are buffers or none: that alone would leave out ``position``
+    "a buffer that is called like a parameter": Row(
+        root_of(LIKE_A_BUFFER[1:]), Refused(4, [
+            "ambiguous", "treated as buffers: position", "position treated as a parameter, a.scale as a buffer"]),
+        names=LIKE_A_BUFFER, prefixes=ROOT, world_size=2),
+    "a list says that it is": same(
+        root_of(LIKE_A_BUFFER[1:]), names=LIKE_A_BUFFER, prefixes=ROOT, world_size=2,
+        parameters=[one.name for one in LIKE_A_BUFFER[1:]]),
+    "a shared parameter that a length shows": Row(
+        units_of(TIED[:-1], orig=False), build_units(
+            TIED[:-1], LAYERS, Settings(use_orig_params=False), shared=[("h.weight", "e.weight")]), names=TIED),
+    "a shared parameter beside a buffer": Row(
+        units_of(TIED[:-1], orig=False), build_units(
+            TIED[:-1], LAYERS, Settings(use_orig_params=False), shared=[("h.weight", "e.weight")]),
+        names=(*loose(TIED), named("e.position", 40, sharded=None))),
+    "a frozen unit that is the only fit": Row(
+        units_of(OWN_SIZE, orig=False), units_of(OWN_SIZE, orig=False), names=OWN_SIZE,
+        optim={"groups": [("_flat_param", "l.1._flat_param")]}, keys=("_flat_param", "l.1._flat_param")),
+    "two units that may be the frozen one": Row(
+        FLAT, Refused(4, ["ambiguous", "l.0._flat_param", "--units"]),
+        optim={"groups": [("_flat_param", "l.1._flat_param")]}),
+
+    # Groups and orders
+    "groups that only one assignment fits": same(
+        ORIG, world_size=5, optim={"groups": VECTORS}, keys=[*VECTORS[0], *VECTORS[1]]),
+    "groups that two assignments fit": Row(
+        root_of(MATRICES, orig=True), Refused(4, "ambiguous"), names=MATRICES, prefixes=ROOT, world_size=1,
+        optim={"groups": [["p.0", "p.2"], ["p.1", "p.3"]]}),
+    **{f"names in no order, {orig=}": Row(
+        units_of(BY_NAME, orig=orig), Refused(4, "order"), names=BY_NAME, ordered=False) for orig in (False, True)},
+    "names in no order in one flat parameter": Row(
+        root_of(PAIR), Refused(4, "2 parameters are in the root unit"), names=PAIR, ordered=False, prefixes=ROOT,
+        world_size=2),
+    "names in no order, each in a unit of its own length": Row(
+        units_of(EACH, ("a", "b", "c"), orig=False), units_of(EACH, ("a", "b", "c"), orig=False), names=EACH,
+        ordered=False, prefixes=UnitPrefixes(("", "a", "b", "c"), complete=False, label="--unit *"), world_size=2,
+        keys=("a._flat_param", "b._flat_param", "c._flat_param")),
+    "a reference in another dtype": same(
+        ORIG, names=[replace(one, dtype=BF16) for one in MODEL], from_reference=True),
+    "the order of the model beside it": same(FLAT, model=lambda: sharded_model(MODEL)),
+    "another order than that of the model beside it": Row(
+        FLAT, None, names=SWAPPED, model=lambda: sharded_model(MODEL)),
+    "two parameters of one size in another order than the model's": Row(
+        root_of(SQUARES), None, names=(SQUARES[1], SQUARES[0], SQUARES[2]), prefixes=ROOT, world_size=3,
+        model=lambda: sharded_model(SQUARES)),
+    # A channels_last model has the same names, shapes and lengths, and other bytes
+    "kernels whose memory order nothing shows": Row(
+        root_of(KERNEL), Refused(4, "channels_last"), names=KERNEL, prefixes=ROOT, world_size=2),
+    "kernels whose memory order is known": Row(
+        root_of(KERNEL), root_of(LAST), names=LAST, prefixes=ROOT, world_size=2),
+    "kernels of one element": same(root_of(POINTWISE), names=POINTWISE, prefixes=ROOT, world_size=2),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_units_are_inferred_from_names_prefixes_and_lengths(name: str) -> None:
+    row = ROWS[name]
+    if isinstance(row.found, Refused):
+        row.found.by(row.infer)
+        return
+    found = row.infer()
+    if row.found is None:
+        assert isinstance(found, Refusal)
+        assert found.contradictions
+        return
     assert isinstance(found, ResolvedUnits), found
-    return found
 
-
-@pytest.mark.parametrize("world_size", [2, 3, 5, 16])
-@pytest.mark.parametrize("orig", [False, True])
-def test_names_and_prefixes_of_the_job_give_its_units(orig: bool, world_size: int) -> None:
-    truth = units_of(orig=orig)
-    found = proved(checkpoint(world_size, optim=optimizer(truth, world_size)))
-    assert found.units.units == truth.units
-    assert found.units.use_orig_params is orig
-    assert found.open_settings == ()
-    assert list(found.match.keys.values()) == list(truth.optimizer_keys())
-
-
-def test_the_dtype_that_decides_the_alignment_is_found_when_it_shows() -> None:
-    truth = units_of(orig=True, param_dtype=BF16)
-    found = proved(checkpoint(4, optim=optimizer(truth, 4)))
-    assert {unit.param_dtype for unit in found.units.units} == {BF16}
-
-
-def test_an_alignment_that_makes_no_difference_is_reported_as_unsettled() -> None:
-    params = (named("a.weight", 16, 8), named("b.weight", 24, 8))
-    truth = units_of(params, ("",), orig=True)
-    found = proved(
-        checkpoint(4, optim=optimizer(truth, 4)), name_list(*params), UnitPrefixes(("",), complete=False, label="-")
-    )
-    assert found.open_settings == ("param_dtype",)
-
-
-@pytest.mark.parametrize("orig", [False, True])
-def test_a_sharding_group_of_half_the_ranks_is_found(orig: bool) -> None:
-    truth = units_of(orig=orig, strategy=Strategy.HYBRID_SHARD, shard_size=2)
-    found = proved(checkpoint(4, optim=optimizer(truth, 4)))
-    assert found.units.shard_size == 2
-    assert {unit.strategy for unit in found.units.units} == {Strategy.HYBRID_SHARD}
-
-
-@pytest.mark.parametrize("orig", [False, True])
-def test_no_shard_is_found(orig: bool) -> None:
-    truth = units_of(orig=orig, strategy=Strategy.NO_SHARD)
-    found = proved(checkpoint(3, optim=optimizer(truth, 3)))
-    assert {unit.strategy for unit in found.units.units} == {Strategy.NO_SHARD}
-    assert found.units.use_orig_params is orig
-
-
-def test_another_wrapping_than_the_job_used_is_refused_with_what_contradicts_it() -> None:
-    truth = units_of(orig=False)
-    found = inferred(
-        checkpoint(4, optim=optimizer(truth, 4)), prefixes=UnitPrefixes(("",), complete=False, label="--unit none")
-    )
-    assert isinstance(found, Refusal)
-    assert found.contradictions
-
-
-@pytest.mark.parametrize("orig", [False, True])
-def test_names_of_another_model_are_refused(orig: bool) -> None:
-    other = tuple(replace(one, shape=(36,)) if one.name == "l.1.a.bias" else one for one in MODEL)
-    found = inferred(checkpoint(4, optim=optimizer(units_of(orig=orig), 4)), name_list(*other))
-    assert isinstance(found, Refusal)
-
-
-def test_flat_parameters_name_the_units_and_prove_them() -> None:
-    truth = units_of(orig=False)
-    source = checkpoint(3, model=local_model(truth, 3))
-    prefixes = prefixes_of(source)
-    assert prefixes is not None
-    assert prefixes.complete
-    found = proved(source, prefixes=prefixes)
-    assert found.units.units == truth.units
-    assert found.units.use_orig_params is False
-
-
-def test_wrapper_segments_in_param_names_show_where_units_begin() -> None:
-    truth = units_of(orig=True)
-    raw = [
-        name.replace("l.0.", "l.0._fsdp_wrapped_module.").replace("l.1.", "l.1._fsdp_wrapped_module.")
-        for name in truth.parameters
-    ]
-    names = [f"_fsdp_wrapped_module.{name}" for name in raw]
-    source = checkpoint(4, optim=optimizer(truth, 4, param_names=[names]))
-    prefixes = prefixes_of(source)
-    assert prefixes == UnitPrefixes(LAYERS, complete=True, label="the optimizer's names (param_names)")
-    assert proved(source, prefixes=prefixes).units.units == truth.units
-
-
-def test_flat_parameters_in_param_names_show_the_units_too() -> None:
-    truth = units_of(orig=False)
-    names = [
-        "_fsdp_wrapped_module._flat_param",
-        *(f"_fsdp_wrapped_module.l.{n}._fsdp_wrapped_module._flat_param" for n in (0, 1)),
-    ]
-    source = checkpoint(4, optim=optimizer(truth, 4, param_names=[names]))
-    prefixes = prefixes_of(source)
-    assert prefixes is not None
-    assert set(prefixes.prefixes) == set(LAYERS)
-    assert proved(source, prefixes=prefixes).units.units == truth.units
-
-
-def test_a_root_that_was_not_wrapped_leaves_its_parameters_whole() -> None:
-    loose = tuple(replace(one, sharded=None) for one in MODEL)
-    truth = units_of(loose, LAYERS[1:], orig=False)
-    found = proved(checkpoint(4, optim=optimizer(truth, 4)), name_list(*loose))
-    assert [unit.prefix for unit in found.units.units] == ["l.0", "l.1"]
-    assert [param.name for param in found.units.unmanaged] == ["e.weight", "h.weight", "h.bias"]
-
-
-def test_buffers_among_the_names_are_told_by_the_lengths() -> None:
-    with_buffer = (*(replace(one, sharded=None) for one in MODEL), named("l.1.position", 77, sharded=None))
-    found = proved(checkpoint(4, optim=optimizer(units_of(orig=False), 4)), name_list(*with_buffer))
-    assert "l.1.position" not in found.units.params()
-
-
-def test_names_that_may_be_buffers_or_parameters_with_the_same_lengths_are_refused() -> None:
-    """Which of two equally long vectors is in the flat parameter: no length can tell."""
-    params = (named("n.weight", 9, sharded=None), named("n.running", 9, sharded=None), named("a.weight", 7, 5))
-    truth = units_of((params[0], params[2]), ("",), orig=False)
-    root = UnitPrefixes(("",), complete=False, label="--unit none")
-    with pytest.raises(NeedsInformationError, match="ambiguous") as caught:
-        inferred(checkpoint(2, optim=optimizer(truth, 2)), name_list(*params), root)
-    assert "--parameters" in caught.value.text
-    found = proved(
-        checkpoint(2, optim=optimizer(truth, 2)), name_list(*params), root, parameters=("n.weight", "a.weight")
-    )
-    assert list(found.units.params()) == ["n.weight", "a.weight"]
-
-
-def test_a_buffer_that_is_called_like_a_parameter_makes_others_of_its_size_uncertain() -> None:
-    """Of the names whose last components agree, all are buffers or none: that alone would leave out ``position``."""
-    sizes = {"a.scale": (9,), "position": (3, 3), "b.scale": (4,), "a.weight": (7, 5)}
-    params = [named(name, *shape, sharded=None) for name, shape in sizes.items()]
-    truth = units_of(params[1:], ("",), orig=False)
-    root = UnitPrefixes(("",), complete=False, label="--unit none")
-    source = checkpoint(2, optim=optimizer(truth, 2))
-    with pytest.raises(NeedsInformationError, match="ambiguous") as caught:
-        inferred(source, name_list(*params), root)
-    assert {line.partition(";")[0] for line in caught.value.details} == {
-        "treated as buffers: position",
-        "position treated as a parameter, a.scale as a buffer",
-    }
-    found = proved(source, name_list(*params), root, parameters=[*sizes][1:])
-    assert list(found.units.params()) == [*sizes][1:]
-
-
-def test_a_shared_parameter_is_found_by_the_length_of_its_unit() -> None:
-    params = (*MODEL[:-2], named("h.weight", 17, 9))
-    truth = build_units(params[:-1], LAYERS, Settings(use_orig_params=False))
-    found = proved(checkpoint(4, optim=optimizer(truth, 4)), name_list(*params))
-    assert found.units.shared == (("h.weight", "e.weight"),)
-
-
-def test_a_frozen_unit_that_the_optimizer_was_not_given_is_found_when_it_is_the_only_fit() -> None:
-    params = (*MODEL[:1], *MODEL[1:4], named("l.1.a.weight", 29, 9), *MODEL[5:])
-    truth = units_of(params, orig=False)
-    source = checkpoint(4, optim=optimizer(truth, 4, groups=[("_flat_param", "l.1._flat_param")]))
-    found = proved(source, name_list(*params))
-    assert dict(found.match.keys) == {0: "_flat_param", 1: "l.1._flat_param"}
-
-
-def test_which_of_two_equal_units_is_frozen_is_asked_not_guessed() -> None:
-    source = checkpoint(4, optim=optimizer(units_of(orig=False), 4, groups=[("_flat_param", "l.1._flat_param")]))
-    with pytest.raises(NeedsInformationError, match="ambiguous") as caught:
-        inferred(source)
-    assert any("l.0._flat_param" in detail for detail in caught.value.details)
-    assert "--units" in str(caught.value.next_step)
-
-
-def test_groups_whose_parameters_only_one_assignment_fits_are_found() -> None:
-    truth = units_of(orig=True)
-    names = list(truth.parameters)
-    vectors = [name for name in names if name.endswith("bias")]
-    groups = [[name for name in names if name not in vectors], vectors]
-    found = proved(checkpoint(5, optim=optimizer(truth, 5, groups=groups)))
-    assert list(found.match.keys.values()) == [*groups[0], *groups[1]]
-
-
-def test_groups_that_two_assignments_fit_are_refused() -> None:
-    params = tuple(named(f"p.{number}", 6, 8) for number in range(4))
-    truth = units_of(params, ("",), orig=True)
-    groups = [["p.0", "p.2"], ["p.1", "p.3"]]
-    source = checkpoint(1, optim=optimizer(truth, 1, groups=groups))
-    with pytest.raises(NeedsInformationError, match="ambiguous"):
-        inferred(source, name_list(*params), UnitPrefixes(("",), complete=False, label="--unit none"))
-
-
-@pytest.mark.parametrize("orig", [False, True])
-def test_names_without_an_order_are_refused_where_the_order_decides(orig: bool) -> None:
-    params = tuple(sorted(MODEL, key=lambda one: one.name))
-    truth = units_of(params, orig=orig)
-    with pytest.raises(NeedsInformationError, match="order"):
-        inferred(checkpoint(4, optim=optimizer(truth, 4)), name_list(*params, ordered=False))
-
-
-def test_the_order_within_one_flat_parameter_is_not_shown_by_its_length() -> None:
-    params = (named("a.weight", 5, 3), named("b.weight", 7, 3))
-    source = checkpoint(2, optim=optimizer(units_of(params, ("",), orig=False), 2))
-    root = UnitPrefixes(("",), complete=False, label="--unit none")
-    with pytest.raises(NeedsInformationError, match="2 parameters are in the root unit"):
-        inferred(source, name_list(*params, ordered=False), root)
-
-
-def test_names_without_an_order_do_where_every_unit_has_one_parameter_of_its_own_length() -> None:
-    params = (named("a.weight", 7, 3), named("b.weight", 5, 3), named("c.weight", 11, 3))
-    truth = units_of(params, ("a", "b", "c"), orig=False)
-    found = proved(
-        checkpoint(2, optim=optimizer(truth, 2)),
-        name_list(*params, ordered=False),
-        UnitPrefixes(("", "a", "b", "c"), complete=False, label="--unit *"),
-    )
-    assert list(found.match.keys.values()) == ["a._flat_param", "b._flat_param", "c._flat_param"]
-
-
-def test_a_reference_in_another_dtype_does_not_change_the_alignment() -> None:
-    exported = tuple(replace(one, dtype=BF16) for one in MODEL)
-    truth = units_of(orig=True)
-    found = proved(checkpoint(4, optim=optimizer(truth, 4)), name_list(*exported, from_reference=True))
+    for unit, expected in zip(found.units.units, row.found.units, strict=True):
+        assert (unit.prefix, unit.strategy, unit.param_dtype) == (
+            expected.prefix, expected.strategy, expected.param_dtype
+        )  # fmt: skip
+        own, others = ([(one.name, one.shape, one.stride) for one in each.params] for each in (unit, expected))
+        assert own == others
+    assert found.units.use_orig_params is row.found.use_orig_params
     assert {param.dtype.name for param in found.units.params().values()} == {"float32"}
+    assert found.units.shard_size == row.found.shard_size
+    assert found.units.shared == row.found.shared
+    assert [param.name for param in found.units.unmanaged] == [param.name for param in row.found.unmanaged]
+    assert found.open_settings == row.open_settings
+    assert row.keys is None or list(found.match.keys.values()) == list(row.keys)
 
 
-def test_the_model_section_of_the_same_checkpoint_has_to_agree() -> None:
-    truth = units_of(orig=False)
-    swapped = (MODEL[0], MODEL[2], MODEL[1], *MODEL[3:])
-    source = checkpoint(4, model=sharded_model(MODEL), optim=optimizer(truth, 4))
-    assert isinstance(inferred(source, name_list(*swapped)), Refusal)
-    assert isinstance(inferred(source), ResolvedUnits)
+def test_where_units_begin_is_read_from_keys_and_param_names() -> None:
+    of_model = prefixes_of(checkpoint(3, model=local_model(FLAT, 3)))
+    assert of_model is not None
+    assert of_model.complete
+    label = "the optimizer's names (param_names)"
+    words = prefixes_of(checkpoint(4, optim=optimizer(ORIG, 4, param_names=[WRAPPED_NAMES])))
+    assert words == UnitPrefixes(LAYERS, complete=True, label=label)
+    flat = prefixes_of(checkpoint(4, optim=optimizer(FLAT, 4, param_names=[WRAPPED_KEYS])))
+    assert flat is not None
+    assert set(flat.prefixes) == set(LAYERS)
 
 
-def test_two_parameters_of_one_size_in_the_other_order_are_refused_by_the_model_section() -> None:
-    params = (named("a.weight", 6, 7), named("b.weight", 7, 6), named("c.weight", 5))
-    truth = units_of(params, ("",), orig=False)
-    source = checkpoint(3, model=sharded_model(params), optim=optimizer(truth, 3))
-    other = name_list(params[1], params[0], params[2])
-    root = UnitPrefixes(("",), complete=False, label="--unit none")
-    assert isinstance(inferred(source, other, root), Refusal)
-
-
-def test_kernels_whose_memory_order_nothing_shows_are_refused() -> None:
-    """A channels_last model has the same names, shapes and lengths, and other bytes."""
-    params = (named("c.weight", 4, 3, 3, 3), named("c.bias", 4))
-    truth = units_of(params, ("",), orig=False)
-    root = UnitPrefixes(("",), complete=False, label="--unit none")
-    source = checkpoint(2, optim=optimizer(truth, 2))
-    with pytest.raises(NeedsInformationError, match="channels_last"):
-        inferred(source, name_list(*params), root)
-    last = (replace(params[0], stride=(27, 1, 9, 3)), params[1])
-    assert proved(source, name_list(*last), root).units.units[0].params[0].stride == (27, 1, 9, 3)
-    pointwise = (named("c.weight", 4, 3, 1, 1), params[1])
-    source = checkpoint(2, optim=optimizer(units_of(pointwise, ("",), orig=False), 2))
-    assert proved(source, name_list(*pointwise), root)
-
-
-def test_a_shared_parameter_is_found_beside_a_buffer() -> None:
-    params = tuple(replace(one, sharded=None) for one in (*MODEL[:-2], named("h.weight", 17, 9)))
-    truth = build_units(params[:-1], LAYERS, Settings(use_orig_params=False))
-    names = name_list(*params, named("e.position", 40, sharded=None))
-    found = proved(checkpoint(4, optim=optimizer(truth, 4)), names)
-    assert found.units.shared == (("h.weight", "e.weight"),)
-    assert "e.position" not in found.units.params()
+def inferred(source: Checkpoint, names: Listing, prefixes: UnitPrefixes) -> ResolvedUnits | Refusal:
+    return infer(source, candidates(source, names, prefixes), wanted=Settings())
 
 
 def test_a_large_model_that_does_not_fit_is_refused_soon() -> None:
@@ -328,17 +283,6 @@ def test_a_large_model_that_does_not_fit_is_refused_soon() -> None:
     begun = time.monotonic()
     assert isinstance(inferred(source, name_list(*params), UnitPrefixes(("",), complete=False, label="-")), Refusal)
     assert time.monotonic() - begun < 5
-
-
-def test_settings_that_were_given_are_not_searched() -> None:
-    truth = units_of(orig=True, param_dtype=BF16)
-    source = checkpoint(4, optim=optimizer(truth, 4))
-    assert isinstance(inferred(source, wanted=Settings(use_orig_params=False)), Refusal)
-    assert isinstance(inferred(source, wanted=Settings(param_dtype=DTYPES["float32"])), Refusal)
-    assert isinstance(inferred(source, wanted=Settings(strategy=Strategy.NO_SHARD)), Refusal)
-    assert (
-        proved(source, wanted=Settings(True, Strategy.SHARD_GRAD_OP, BF16)).units.units[0].strategy == "shard-grad-op"
-    )
 
 
 @settings(max_examples=60, deadline=None)
