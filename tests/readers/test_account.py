@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsdpckpt
@@ -28,6 +27,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
+from tests.makers import dcp_of
 from tests.readers.contents import opened
 from tests.readers.test_missing_sections import OPTIMIZER, trainer
 
@@ -38,10 +38,6 @@ MODEL = {"w": torch.randn(5, 3)}
 def save(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path)
-
-
-def put(content: dict[str, Any], path: Path) -> None:
-    dcp.save(content, checkpoint_id=path, no_dist=True)
 
 
 def collection(unpacked: Path) -> Iterator[Path]:
@@ -147,8 +143,8 @@ def test_the_account_of_a_conversion_says_what_was_copied(tmp_path: Path) -> Non
 def test_parts_are_found_at_any_depth(depth: int, model: str, optimizer: str, tmp_path: Path) -> None:
     """VeOmni has the parts of one step one directory deeper than slime, and its own files beside them."""
     step = (source := tmp_path / "run").joinpath(*map(str, range(depth)), "global_step_3")
-    put({"model": MODEL}, step / model)
-    put({"optimizer": OPTIMIZER}, step / optimizer)
+    dcp_of({"model": MODEL})(step / model)
+    dcp_of({"optimizer": OPTIMIZER})(step / optimizer)
     for folder in ("extra_state", "loader"):
         for rank in range(3):
             save({"global_step": 3, folder: rank}, step / folder / f"rank_{rank}.pt")
@@ -161,10 +157,10 @@ def test_parts_are_found_at_any_depth(depth: int, model: str, optimizer: str, tm
 
 
 def test_a_part_below_another_is_read_or_a_candidate_and_never_passed_over(tmp_path: Path) -> None:
-    put({"model": MODEL}, tmp_path / "one" / "model")
-    put({"optimizer": OPTIMIZER}, tmp_path / "one" / "model" / "more" / "deep" / "optim")
+    dcp_of({"model": MODEL})(tmp_path / "one" / "model")
+    dcp_of({"optimizer": OPTIMIZER})(tmp_path / "one" / "model" / "more" / "deep" / "optim")
     assert opened(tmp_path).optim is not None
-    put({"model": MODEL}, tmp_path / "one" / "model" / "more" / "model")
+    dcp_of({"model": MODEL})(tmp_path / "one" / "model" / "more" / "model")
     with pytest.raises(NeedsInformationError, match="2 candidates for the model"):
         opened(tmp_path)
 
@@ -198,9 +194,9 @@ def test_a_directory_that_was_made_for_a_part_and_not_filled_is_a_problem(
     part: str, left: tuple[str, ...], tmp_path: Path
 ) -> None:
     source = tmp_path / "iter_3"
-    put({"model": MODEL}, source / "model")
-    put({"optimizer": OPTIMIZER}, source / "optimizer")
-    put({"lr_scheduler": {"last_epoch": 3}}, source / "lr_scheduler")
+    dcp_of({"model": MODEL})(source / "model")
+    dcp_of({"optimizer": OPTIMIZER})(source / "optimizer")
+    dcp_of({"lr_scheduler": {"last_epoch": 3}})(source / "lr_scheduler")
     assert fsdpckpt.verify(source).whole
     shutil.rmtree(source / part.partition("/")[0])
     (source / part).mkdir(parents=True)
@@ -226,7 +222,7 @@ def test_a_file_of_a_part_without_bytes_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_step_whose_save_did_not_finish_is_named_beside_the_one_that_is_read(tmp_path: Path) -> None:
-    put({"model": MODEL, "optimizer": OPTIMIZER}, tmp_path / "step-10")
+    dcp_of({"model": MODEL, "optimizer": OPTIMIZER})(tmp_path / "step-10")
     (tmp_path / "step-20").mkdir()
     (tmp_path / "step-20" / ".metadata.tmp").touch()
     found = opened(tmp_path)
@@ -253,9 +249,9 @@ def test_a_link_to_a_sibling_is_that_sibling(tmp_path: Path) -> None:
 
 
 def test_what_only_a_link_leads_to_is_read_through_it(tmp_path: Path) -> None:
-    put({"model": MODEL}, tmp_path / "disk" / "a")
+    dcp_of({"model": MODEL})(tmp_path / "disk" / "a")
     (tmp_path / "run" / ".store").mkdir(parents=True)
-    put({"optimizer": OPTIMIZER}, tmp_path / "run" / ".store" / "b")
+    dcp_of({"optimizer": OPTIMIZER})(tmp_path / "run" / ".store" / "b")
     (tmp_path / "run" / "model").symlink_to(tmp_path / "disk" / "a")
     (tmp_path / "run" / "optimizer").symlink_to(".store/b")
     found = opened(tmp_path / "run")
@@ -268,7 +264,7 @@ def test_what_only_a_link_leads_to_is_read_through_it(tmp_path: Path) -> None:
 
 
 def test_two_links_to_one_directory_elsewhere_are_one(tmp_path: Path) -> None:
-    put({"model": MODEL}, tmp_path / "disk" / "a")
+    dcp_of({"model": MODEL})(tmp_path / "disk" / "a")
     (tmp_path / "disk" / "a" / "again").symlink_to(tmp_path / "disk" / "a")
     (tmp_path / "run").mkdir()
     for name in ("best", "last"):
@@ -315,7 +311,7 @@ def test_a_file_named_as_the_optimizer_that_no_reader_reads_is_no_absence(name: 
 
 
 def test_what_lies_above_the_one_checkpoint_is_in_a_note(tmp_path: Path) -> None:
-    put({"model": MODEL}, tmp_path / "run" / "ckpt")
+    dcp_of({"model": MODEL})(tmp_path / "run" / "ckpt")
     (tmp_path / "run" / "weights.bin").write_bytes(b"x" * 50)
     (tmp_path / "run" / ".lock").write_text("x")
     found = opened(tmp_path / "run")

@@ -6,13 +6,11 @@ import json
 import re
 import shlex
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsdpckpt
@@ -20,6 +18,7 @@ from fsdpckpt.api import inspect_incomplete
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError, UsageError
 from fsdpckpt.readers.candidates import glob_of
 from fsdpckpt.readers.protocol import Part, PartContents
+from tests.makers import dcp_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODEL = {"a.w": torch.randn(5, 3), "a.b": torch.randn(5)}
@@ -30,16 +29,10 @@ STATE = {
 }
 
 
-def put(content: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(content, checkpoint_id=str(path))
-
-
 def accelerate(path: Path, export: str) -> None:
     """State with an export in it, as a training script leaves it that ends with ``save_model``."""
-    put({"model": MODEL}, path / "pytorch_model_fsdp_0")
-    put({"optimizer": STATE}, path / "optimizer_0")
+    dcp_of({"model": MODEL})(path / "pytorch_model_fsdp_0")
+    dcp_of({"optimizer": STATE})(path / "optimizer_0")
     (path / export).parent.mkdir(exist_ok=True)
     save_file(EXPORT, path / export)
 
@@ -76,7 +69,7 @@ def test_an_export_beside_the_state_is_left_out(export: str, tmp_path: Path) -> 
 
 
 def test_a_file_in_a_dcp_directory_is_left_out(tmp_path: Path) -> None:
-    put({"model": MODEL, "optimizer": STATE}, tmp_path / "dcp")
+    dcp_of({"model": MODEL, "optimizer": STATE})(tmp_path / "dcp")
     torch.save(EXPORT, tmp_path / "dcp" / "model.pt")
     with pytest.raises(NeedsInformationError) as caught:
         fsdpckpt.convert(tmp_path / "dcp", tmp_path / "full.pt")
@@ -87,7 +80,7 @@ def test_a_file_in_a_dcp_directory_is_left_out(tmp_path: Path) -> None:
 
 
 def test_files_that_another_file_names_are_left_out_too(tmp_path: Path) -> None:
-    put({"model": MODEL}, tmp_path / "dcp")
+    dcp_of({"model": MODEL})(tmp_path / "dcp")
     with pytest.raises(SourceIncompleteError, match="1 of 1 data files is missing"):
         fsdpckpt.inspect(tmp_path / "dcp", ignore_file="__0_0.distcp")
     (tmp_path / "shards").mkdir()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.errors import SourceIncompleteError
+from tests.makers import dcp_of, lose
 
 MODEL = {"w": torch.randn(5, 3)}
 OPTIMIZER = {"state": {"w": {"exp_avg": torch.randn(5, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
@@ -21,15 +19,9 @@ FLATTENED = {"state.w.exp_avg": torch.randn(5, 3), "param_groups.w.lr": 0.1}
 SCHEDULE = {"last_epoch": 4, "_last_lr": [0.1]}
 
 
-def put(content: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(content, checkpoint_id=str(path))
-
-
 def trainer(path: Path) -> None:
-    put({"model": MODEL}, path / "pytorch_model_fsdp_0")
-    put({"optimizer": OPTIMIZER}, path / "optimizer_0")
+    dcp_of({"model": MODEL})(path / "pytorch_model_fsdp_0")
+    dcp_of({"optimizer": OPTIMIZER})(path / "optimizer_0")
     torch.save(SCHEDULE, path / "scheduler.pt")
     torch.save({"cpu": torch.get_rng_state()}, path / "rng_state.pth")
     (path / "trainer_state.json").write_text("{}")
@@ -52,22 +44,14 @@ def verl(path: Path) -> None:
 
 
 def lightning(path: Path, *, optim: bool = True, training: bool = True) -> None:
-    put({"model": MODEL, **({"optimizer_0": OPTIMIZER} if optim else {})}, path)
+    dcp_of({"model": MODEL, **({"optimizer_0": OPTIMIZER} if optim else {})})(path)
     own = {"lr_schedulers": [SCHEDULE]} if training else {}
     torch.save({"loops": {}, "epoch": 1, "pytorch-lightning_version": "2.6.6", **own}, path / "meta.pt")
 
 
 def torchtitan(path: Path, *, optim: bool = True, training: bool = True) -> None:
     own = {"lr_scheduler": SCHEDULE, "train_state": {"step": 4}} if training else {}
-    put({**MODEL, **({"optimizer": FLATTENED} if optim else {}), **own}, path / "step-4")
-
-
-def removed(path: Path, *patterns: str) -> None:
-    for pattern in patterns:
-        found = list(path.glob(pattern))
-        assert found, pattern
-        for one in found:
-            shutil.rmtree(one) if one.is_dir() else one.unlink()
+    dcp_of({**MODEL, **({"optimizer": FLATTENED} if optim else {}), **own})(path / "step-4")
 
 
 # What each framework saves, and how its optimizer, its model, or all that only a complete save has is taken away.
@@ -88,7 +72,7 @@ def test_an_optimizer_that_is_not_there_is_a_problem_and_stops_a_conversion(name
     save, optimizer, _, training = FOLDERS[name]
     save(source := tmp_path / "checkpoint-4")
     assert messages(source) == []
-    removed(source, optimizer)
+    lose(optimizer)(source)
     (found,) = messages(source)
     file = {"trainer": "optimizer_0/", "verl": "optim_world_size_2_rank_0.pt"}.get(name, optimizer)
     assert f"has no optimizer ({file})" in found and training[0].partition("_")[0].rstrip("*") in found
@@ -103,7 +87,7 @@ def test_an_optimizer_that_is_not_there_is_a_problem_and_stops_a_conversion(name
 def test_a_save_of_the_model_alone_is_whole(name: str, tmp_path: Path) -> None:
     save, optimizer, _, training = FOLDERS[name]
     save(source := tmp_path / "checkpoint-4")
-    removed(source, optimizer, *training)
+    lose(optimizer, *training)(source)
     assert fsdpckpt.verify(source).whole
     fsdpckpt.convert(source, tmp_path / "out.pt")
 
@@ -112,7 +96,7 @@ def test_a_save_of_the_model_alone_is_whole(name: str, tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_a_problem_too(name: str, tmp_path: Path) -> None:
     save, _, model, _ = FOLDERS[name]
     save(source := tmp_path / "checkpoint-4")
-    removed(source, model)
+    lose(model)(source)
     assert any("has no model" in message for message in messages(source))
     with pytest.raises(SourceIncompleteError) as caught:
         fsdpckpt.convert(source, tmp_path / "out.pt")
@@ -177,7 +161,7 @@ def test_one_part_of_a_frameworks_folder_names_the_folder(
 def test_two_optimizers_are_no_missing_one(tmp_path: Path) -> None:
     lightning(tmp_path / "two", optim=False)
     shutil.rmtree(tmp_path / "two")
-    put({"model": MODEL, "optimizer_0": OPTIMIZER, "optimizer_1": OPTIMIZER}, tmp_path / "two")
+    dcp_of({"model": MODEL, "optimizer_0": OPTIMIZER, "optimizer_1": OPTIMIZER})(tmp_path / "two")
     content = {"loops": {}, "lr_schedulers": [SCHEDULE], "pytorch-lightning_version": "2.6.6"}
     torch.save(content, tmp_path / "two" / "meta.pt")
     assert not any("has no optimizer" in message for message in messages(tmp_path / "two"))
