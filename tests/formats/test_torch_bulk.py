@@ -44,8 +44,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
-def ends(data: bytes) -> tuple[object, object]:
-    """What reading ``data`` comes to, in bulk and tensor by tensor."""
+def same_end(data: bytes) -> object:
+    """What reading ``data`` comes to, which is the same in bulk and tensor by tensor."""
     source = MemoryFile(data, "it.pt")
     found: list[object] = []
     for read in (
@@ -60,7 +60,8 @@ def ends(data: bytes) -> tuple[object, object]:
             sums = archive.checksums
             columns = [column.tolist() for column in (sums.file, sums.offset, sums.nbytes, sums.crc)]
             found.append((plain(archive.root), columns, archive.dropped, archive.forms))
-    return found[0], found[1]
+    assert found[0] == found[1]
+    return found[0]
 
 
 def pickle_of(data: bytes) -> bytes:
@@ -90,8 +91,7 @@ def random_state(seed: int, count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_state_dict_comes_to_the_same(seed: int, taken: list[int]) -> None:
-    once, each = ends(saved(random_state(seed, (1, 3, 40, 400)[seed % 4])))
-    assert once == each
+    each = same_end(saved(random_state(seed, (1, 3, 40, 400)[seed % 4])))
     assert not isinstance(each, Refusal)
     assert len(taken) == 1
 
@@ -105,8 +105,7 @@ def test_nearly_all_tensors_are_taken_at_once_whoever_wrote_them(taken: list[int
     fsdpckpt.convert(str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), to="full")
     taken.clear()
     for name in ("a.pt", "b.pt"):
-        once, each = ends((tmp_path / name).read_bytes())
-        assert once == each
+        same_end((tmp_path / name).read_bytes())
     assert min(taken) >= 3000
 
 
@@ -118,8 +117,7 @@ def test_tied_tensors_and_tensors_in_records(inside: bool, taken: list[int]) -> 
     state: dict[str, Any] = {"model": weights, "tied": weights["w7"], "tensors": [torch.ones(2), (torch.ones(3),)]}
     if inside:
         state = {"model": weights, "args": Namespace(a=1, tensors=[torch.ones(2)], w={"x": torch.ones(2)})}
-    once, each = ends(saved(state))
-    assert once == each
+    each = same_end(saved(state))
     assert isinstance(each, Refusal) == inside
     assert taken == ([] if inside else [0])  # something refers to a tensor: all are read one by one
 
@@ -129,8 +127,7 @@ def test_subclasses_and_marks_are_left_to_the_general_reader(taken: list[int]) -
     cloned._has_been_cloned = True  # type: ignore[attr-defined]
     for odd in (torch.nn.Parameter(torch.ones(2)), cloned, torch.ones(2).to(torch.float8_e5m2)):
         state = {"odd": odd, **{f"w{number}": torch.ones(number) for number in range(20)}}
-        once, each = ends(saved(state))
-        assert once == each
+        same_end(saved(state))
     assert taken == [0, 0, 0]
 
 
@@ -143,17 +140,14 @@ def test_references_to_what_was_taken_out_are_seen(taken: list[int]) -> None:
     assert pickled.endswith(b"e" + b"u.") or pickled.endswith(b"eu.")
     for place in range(60, 300):
         put = b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place)
-        once, each = ends(with_pickle(PLAIN, pickled[:-2] + put + b"0u."))
-        assert once == each
-        once, each = ends(with_pickle(PLAIN, pickled[:-2] + b"X\x01\x00\x00\x00n" + put + b"u."))
-        assert once == each
+        same_end(with_pickle(PLAIN, pickled[:-2] + put + b"0u."))
+        same_end(with_pickle(PLAIN, pickled[:-2] + b"X\x01\x00\x00\x00n" + put + b"u."))
 
 
 def test_persistent_ids_of_the_file_itself_name_no_tensor() -> None:
     pickled = pickle_of(PLAIN)
     for pid in (b"K\x00", b"J\x05\x00\x00\x00", b"K\x05q\xff", b"(K\x05K\x06tq\xfe0K\x05"):
-        once, each = ends(with_pickle(PLAIN, pickled[:-2] + b"X\x01\x00\x00\x00n" + pid + b"Qu."))
-        assert once == each
+        each = same_end(with_pickle(PLAIN, pickled[:-2] + b"X\x01\x00\x00\x00n" + pid + b"Qu."))
         assert isinstance(each, Refusal)
 
 
@@ -164,8 +158,7 @@ def test_a_memo_place_that_is_written_again_is_believed(at: str) -> None:
     place = pickled[pickled.index(b"ctorch\nFloatStorage\n") + 20 :][:2]
     for name in (b"ctorch\nIntStorage\n", b"ctorch\nDoubleStorage\n", b"X\x01\x00\x00\x00a"):
         cut = pickled.index(b"X\x02\x00\x00\x00w1") if at == "before" else pickled.index(b"X\x03\x00\x00\x00w30")
-        once, each = ends(with_pickle(PLAIN, pickled[:cut] + name + place + b"0" + pickled[cut:]))
-        assert once == each
+        same_end(with_pickle(PLAIN, pickled[:cut] + name + place + b"0" + pickled[cut:]))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -186,8 +179,7 @@ def test_damage_comes_to_the_same_end(seed: int) -> None:
         else:
             place = generator.randrange(len(pickled))
             pickled[place] = generator.choice((pickled[place] ^ 1, pickled[place] + 1 & 0xFF, generator.randrange(256)))
-        once, each = ends(with_pickle(data, bytes(pickled)))
-        assert once == each
+        each = same_end(with_pickle(data, bytes(pickled)))
         refused += isinstance(each, Refusal)
     assert 0 < refused < 120
 

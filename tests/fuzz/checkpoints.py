@@ -23,7 +23,7 @@ from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.remote_store import links_of
 from fsdpckpt.storage.sources import Sources
 from tests.fuzz.corpus import TINY
-from tests.readers.alike import Refusal, ends
+from tests.readers.alike import Refusal, same_end
 
 __all__ = [
     "autotp_checkpoint",
@@ -133,10 +133,8 @@ def rank_files(data: bytes) -> object:
     """
     place = re.compile(rb"((?:_coordinate_on_dim|_rank)(?:q.|r....)[\](}lq-z\x94]*?(?:q.)?K)\0", re.DOTALL)
     pickles = {"d/model_0.pt": data, "d/model_1.pt": place.sub(b"\\1\1", data)}
-    with _Files({path: _archive({"m/data.pkl": each, **_RANK_DATA}) for path, each in pickles.items()}) as sources:
-        once, each = ends({0: "d/model_0.pt", 1: "d/model_1.pt"}, sources)
-    if once != each:
-        raise AssertionError(f"{once} is not {each}")
+    files = _Files({path: _archive({"m/data.pkl": each, **_RANK_DATA}) for path, each in pickles.items()})
+    once = same_end({0: "d/model_0.pt", 1: "d/model_1.pt"}, files)
     if isinstance(once, Refusal):
         raise once.error
     return once

@@ -13,7 +13,7 @@ from fsdpckpt.readers.torch_ranks.merge import RankMerge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.storage.sources import Sources
 
-__all__ = ["Refusal", "ends"]
+__all__ = ["Refusal", "same_end"]
 
 
 class Refusal:
@@ -36,9 +36,16 @@ class Refusal:
         return type(error), str(error), error.details, error.file, error.key, error.expected, error.found
 
 
-def ends(paths: Mapping[int, str], sources: Sources) -> tuple[object, object]:
-    """The end that reading the files of ranks comes to: what they hold together, or the error."""
-    return _end(paths, sources, alike=True), _end(paths, sources, alike=False)
+def same_end(paths: Mapping[int, str], sources: Sources | None = None) -> object:
+    """The end that reading the files of ranks comes to: what they hold together, or the error.
+
+    Raises AssertionError when parsing all files, and parsing only what differs, do not come to the same end.
+    """
+    with sources or Sources() as opened:
+        once, each = _end(paths, opened, alike=True), _end(paths, opened, alike=False)
+    if once != each:
+        raise AssertionError(f"{once} is not {each}")
+    return once
 
 
 def _end(paths: Mapping[int, str], sources: Sources, *, alike: bool) -> object:

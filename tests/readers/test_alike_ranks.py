@@ -22,10 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.torch.loadable import ARRAY, array_of
 from fsdpckpt.readers.torch_ranks import rank_files
-from fsdpckpt.storage.sources import Sources
 from tests.formats.torch_saves import loaded, rewritten, saved
 from tests.fuzz.mutations import mutated
-from tests.readers.alike import Refusal, ends
+from tests.readers.alike import Refusal, same_end
 from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
 
 WORLD = 6
@@ -161,9 +160,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
 def test_alike_files_come_to_the_same_end_as_parsing_each(name: str, tmp_path: Path, parsed: list[str]) -> None:
     state_of, expected = LAYOUTS[name]
     paths = save(tmp_path, state_of)
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    same_end(paths)
     assert len(parsed) - WORLD == expected
 
 
@@ -177,17 +174,13 @@ def test_the_number_of_a_gpu_is_no_difference(
         return fsdp2(12)(rank)
 
     paths = save(tmp_path, state)
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    same_end(paths)
     assert len(parsed) == WORLD + 1
 
 
 def test_a_key_with_a_number_in_it_is_a_difference(tmp_path: Path, parsed: list[str]) -> None:
     paths = save(tmp_path, lambda rank: {"w": numbered(2), f"stage{rank}": 1, "n": {"rank": rank}})
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    same_end(paths)
     assert len(parsed) == 2 * WORLD
 
 
@@ -196,9 +189,7 @@ def test_records_that_lie_elsewhere_are_found_there(tmp_path: Path, parsed: list
     paths = save(tmp_path, fsdp2(12))
     for rank in (1, 4):
         Path(paths[rank]).write_bytes(rewritten(Path(paths[rank]), {}))
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    same_end(paths)
     assert len(parsed) == WORLD + 1
 
 
@@ -213,9 +204,7 @@ def test_what_one_rank_holds_otherwise_is_found_in_the_file_of_every_other(tmp_p
     paths = save(tmp_path, state)
     for rank in (1, 4):
         Path(paths[rank]).write_bytes(rewritten(Path(paths[rank]), {}))
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    same_end(paths)
     assert len(parsed) == 2 + WORLD
 
 
@@ -223,9 +212,7 @@ def test_an_empty_tensor_behind_its_record_does_not_move_with_another(tmp_path: 
     state = {"a": numbered(3), "none": numbered(2).as_strided((0,), (1,), 100), "z": numbered(40)}
     paths = save(tmp_path, lambda _: state)
     Path(paths[1]).write_bytes(rewritten(Path(paths[1]), {}))
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    same_end(paths)
 
 
 def test_a_value_that_a_files_own_bytes_say_is_not_taken_from_another(tmp_path: Path, parsed: list[str]) -> None:
@@ -240,9 +227,7 @@ def test_a_value_that_a_files_own_bytes_say_is_not_taken_from_another(tmp_path: 
         return {"w": numbered(4), "a": tensor}
 
     paths = save(tmp_path, state)
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    same_end(paths)
     assert len(parsed) == 2 * WORLD
 
 
@@ -264,9 +249,7 @@ def test_damage_comes_to_the_same_end(name: str, tmp_path: Path) -> None:
             at = generator.choice(near) if near and number % 3 == 1 else generator.randrange(len(data))
             data[at] = generator.choice((data[at] ^ 1, data[at] + 1 & 0xFF, generator.randrange(256)))
         Path(paths[rank]).write_bytes(rewritten(files[rank], {"data.pkl": bytes(data)}))
-        with Sources() as sources:
-            once, each = ends(paths, sources)
-        assert once == each
+        once = same_end(paths)
         refused += isinstance(once, Refusal)
         Path(paths[rank]).write_bytes(files[rank])
     assert refused
@@ -284,9 +267,7 @@ def test_a_record_of_another_name_is_no_record_of_the_pickle(tmp_path: Path) -> 
         for name in old.namelist():
             new.writestr(name.replace("data/1", "data/7"), old.read(name))
     (tmp_path / "new").replace(paths[3])
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each and isinstance(once, Refusal)
+    assert isinstance(same_end(paths), Refusal)
 
 
 def test_a_rank_with_rows_that_its_place_does_not_give_it_is_refused(tmp_path: Path) -> None:
@@ -301,8 +282,6 @@ def test_a_rank_with_rows_that_its_place_does_not_give_it_is_refused(tmp_path: P
         }
 
     paths = save(tmp_path, state)
-    with Sources() as sources:
-        once, each = ends(paths, sources)
-    assert once == each
+    once = same_end(paths)
     assert isinstance(once, Refusal)
     assert isinstance(once.error, SourceCorruptError)
