@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
 from fsdpckpt import flags
-from fsdpckpt.credentials import shown_cause, without_credentials
+from fsdpckpt.converters.output.spool import Spool
+from fsdpckpt.credentials import shown_cause, shown_name, without_credentials
 from fsdpckpt.errors import FsdpckptError, Leftover, SourceError, attach_leftover
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Note, Problem
@@ -116,3 +118,10 @@ def test_long_texts_take_no_longer_than_their_length(text: str) -> None:
     began = time.process_time()
     without_credentials(text * 20_000 + " s3://bucket/x?")
     assert time.process_time() - began < 3.0
+
+
+@pytest.mark.parametrize("location", LOCATIONS)
+def test_no_directory_for_an_upload_is_called_by_a_secret(location: str, tmp_path: Path) -> None:
+    spool = Spool.of(location, str(tmp_path))
+    assert "hidden" not in spool.path and _OF_THE_HUB not in spool.path
+    assert Path(spool.path).relative_to(spool.root).parts[1:] == (shown_name(location),)

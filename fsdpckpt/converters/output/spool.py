@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from fsdpckpt import flags
 from fsdpckpt.converters.output.places import read_text
+from fsdpckpt.credentials import shown_name
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage import remote_identity
 from fsdpckpt.storage.hidden import (
@@ -51,7 +52,7 @@ class Spool:
         """The directory for ``url`` in ``directory``, by default the system's directory for temporary files."""
         above = directory or tempfile.gettempdir()
         root = os.path.join(above, f"fsdpckpt-{os.getuid()}-{hashlib.sha256(url.encode()).hexdigest()[:16]}")
-        return cls(root, os.path.join(root, _OUTPUT, url.rpartition("/")[2]))
+        return cls(root, os.path.join(root, _OUTPUT, shown_name(url)))
 
     def journals(self) -> list[str]:
         """The journals of an upload that is not staged, which list the objects that are complete."""
