@@ -117,7 +117,7 @@ def as_dcp_keeps(tree: Any) -> Any:
     return [as_dcp_keeps(item) for item in tree] if isinstance(tree, list) else tree
 
 
-@pytest.mark.parametrize("name", TREES.keys() - {"numbers and texts of them"})
+@pytest.mark.parametrize("name", [name for name in TREES if name != "numbers and texts of them"])
 def test_containers_come_back_from_a_dcp_directory(name: str, tmp_path: Path) -> None:
     tree = TREES[name]()
     torch.save(tree, tmp_path / "source.pt")
