@@ -44,11 +44,13 @@ def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:
     ):
         several = [named for named in checkpoint.named if named.section is section]
         if main is None and several and not holds and (section is Section.MODEL or form.optim is not None):
+            layout = f" {flags.to(form.layout)}" if form.layout is not checkpoint.layout else ""
             raise NeedsInformationError(
                 f"flavor {flavor.name} saves one {what}, but {checkpoint.source} has {len(several)}",
                 details=[named.label for named in several],
                 file=checkpoint.source,
-                next_step=f"{flags.only(several[0].label)} (one of these); or {flags.flavor('plain')}, which keeps all",
+                next_step=f"{flags.only(several[0].label)} (one of these); or {flags.flavor('plain')}{layout}, "
+                "which keeps all",
             )
 
 
