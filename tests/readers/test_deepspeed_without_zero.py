@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError
+from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from tests.readers.contents import opened
 from tests.readers.test_deepspeed import GOLDEN
 
@@ -77,3 +77,12 @@ def test_a_layer_of_another_shape_is_refused(run: Path) -> None:
     torch.save(content, path)
     with pytest.raises(SourceCorruptError, match="not where the shapes and the number of ranks put them"):
         opened(run)
+
+
+def test_a_pipeline_whose_parameters_nothing_names_is_refused_with_a_way_that_works(run: Path) -> None:
+    """In float32. DeepSpeed 0.19.8 loaded such a step under ZeRO 1, and what it saved had all weights by name."""
+    for file in (run / "global_step3").glob("*optim_states.pt"):
+        file.unlink()
+    with pytest.raises(SourceUnsupportedError, match="pipeline stages without the states of ZeRO") as error:
+        opened(run)
+    assert "load_optimizer_states=False" in str(error.value.next_step) and "numbers its own" in str(error.value.why)

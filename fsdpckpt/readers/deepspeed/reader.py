@@ -100,7 +100,13 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
     if "mp_rank_00_model_states.pt" in files and any(map(_EXPERT.match, files)):
         return _claim_experts(path, files)
     if layers:
-        raise unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
+        error = unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
+        error.why = "no file names the parameters of a layer, and each stage's optimizer numbers its own"
+        error.next_step = (
+            "load its weights into the same job with ZeRO 1 (load_checkpoint with load_optimizer_states=False), save "
+            "it, and convert that: the optimizer then starts anew"
+        )
+        raise error
     if not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
         required_grid(path, {}, {}, per_rank=False)
     return Claim()
