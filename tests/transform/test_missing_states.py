@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,21 @@ def test_a_made_state_of_a_unit_s_parameter_is_sharded_and_one_beside_the_units_
     leaf = found.state["b"]["exp_avg"] if found is not None else None
     assert isinstance(leaf, Tensor)
     assert (leaf.shape, leaf.sharded) == ((5,), not outside)
+
+
+def test_no_two_tensors_of_zeros_share_bytes() -> None:
+    """They would be one tied tensor to whoever looks at places."""
+    params = [named("a", 5, 3), named("b", 5), named("c", 17)]
+    own = {"exp_avg": whole(5, 3), "exp_avg_sq": whole(5, 3, offset=64)}
+    optim = Optimizer.of({"a": dict(own)}, [{"params": ["a", "b", "c"]}])
+    found = fill(checkpoint(1, model=sharded_model(params), optim=optim), "zeros", read=lambda _: b"")
+    assert found.optim is not None
+    made = [leaf for name in "bc" for leaf in found.optim.state[name].values() if isinstance(leaf, Tensor)]
+    places = [(int(leaf.chunks.offset[0]), leaf.nbytes) for leaf in made]
+    assert len(places) == 4
+    assert all(begin + nbytes <= following for (begin, nbytes), (following, _) in pairwise(places))
+    assert [begin % 64 for begin, _ in places] == [0] * 4
+    assert found.files[-1].nbytes >= sum(places[-1])
 
 
 def test_ids_keep_counting_over_what_has_no_state(tmp_path: Path) -> None:
