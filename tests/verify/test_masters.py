@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -57,6 +58,16 @@ def test_masters_that_megatron_saved_round_to_its_weights(name: str, tmp_path: P
     with Sources() as sources:
         assert open_checkpoint(str(source), sources=sources).copies
     assert [problem for problem in fsdpckpt.verify(source).problems if problem.kind == "master"] == []
+
+
+@pytest.mark.parametrize("argument", ["fp8_param_gather", "use_precision_aware_optimizer", ""])
+def test_weights_that_megatron_rounds_otherwise_are_not_compared(argument: str, tmp_path: Path) -> None:
+    with tarfile.open(GOLDEN / "megatron" / "flattened-range.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (common,) = tmp_path.rglob("common.pt")
+    change(common, lambda content: content.update(args=argparse.Namespace(**{argument or "bf16": True})))
+    with Sources() as sources:
+        assert bool(open_checkpoint(str(next(tmp_path.iterdir())), sources=sources).copies) is not bool(argument)
 
 
 def one_element(module: Content) -> None:

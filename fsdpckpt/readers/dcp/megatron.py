@@ -50,6 +50,7 @@ _NOT_SETTINGS = frozenset({"is_expert_parallel", "default_config", "params"})
 _SETTINGS = "param_to_group_meta"
 _GATE = re.compile(r"\.linear_fc1\.(?:weight|bias)\d*_w$")
 _WRAPPERS = re.compile(r"^(?:module\.)+")
+_OTHER_ROUNDING = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param", "use_precision_aware_optimizer")
 _PLAIN = frozenset({"Namespace", "SimpleNamespace", "Signals"})
 
 _Dict = dict[Key, Value]
@@ -157,10 +158,19 @@ def _read_torch_dist(
         }
     extras = {**saved.objects, **shared, **_scaler(optimizers)}
     root.update({key: _without_classes(value) for key, value in extras.items() if key not in root})
+    if _rounds_otherwise(root.get("args")):
+        tree.copies = {}
     tree.world_size = saved.ranks
     tree.root, tree.flavor = root, "megatron"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, f"{path} is a torch_dist checkpoint of Megatron-core"))
     return tree
+
+
+def _rounds_otherwise(arguments: Value) -> bool:
+    """Whether the run with these ``arguments`` did not round master weights to the nearest number of the model's dtype:
+    weights of 8 or 4 bits are saved as what they stand for, and weights with remainders are rounded up halfway.
+    """
+    return isinstance(arguments, dict) and any(map(arguments.get, _OTHER_ROUNDING))
 
 
 @dataclass(slots=True)
