@@ -90,35 +90,35 @@ class RowNames:
 
     def put_back_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint``, keyed by the names of rows, with the names of the source."""
-        model, optim = checkpoint.model, checkpoint.optim
-        if model is not None:
-            model = replace(model, params={self.of_model(name): leaf for name, leaf in model.params.items()})
-        if optim is not None:
-            optim = _renamed(optim, {name: self.of_optimizer(name) for name in _names(optim)})
-        return replace(checkpoint, model=model, optim=optim)
+        in_model = checkpoint.model.params if checkpoint.model is not None else ()
+        return with_spellings(
+            checkpoint,
+            {name: self.of_model(name) for name in in_model},
+            {name: self.of_optimizer(name) for name in _names(checkpoint.optim)},
+        )
 
     def report_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint``, keyed by the names of rows, with those of the live model, and with a note that lists the
         names that lost a prefix.
         """
-        model, optim = checkpoint.model, checkpoint.optim
+        model = checkpoint.model
         if model is not None and any(key != row for key, row in self.model.items()):
-            model = replace(model, metadata=_metadata(model.metadata))
-        if optim is not None:
-            optim = _renamed(optim, {row: self.live[key] for key, row in self.optim.items()})
+            checkpoint = replace(checkpoint, model=replace(model, metadata=_metadata(model.metadata)))
+        checkpoint = with_spellings(checkpoint, {}, {row: self.live[key] for key, row in self.optim.items()})
         listed = [f"{key} -> {name}" for names in (self.model, self.live) for key, name in names.items() if key != name]
-        checkpoint = replace(checkpoint, model=model, optim=optim)
         if not listed:
             return checkpoint
         lost = list(dict.fromkeys(listed))
         message = f"{plural(len(lost), 'key')} lost the prefixes of wrapper modules: {some_of(lost, _MAX_NAMED)}"
         return checkpoint.noted(Note("normalised", message, keys=tuple(lost)))
 
-    def spellings(self, leads: Iterable[str] = ()) -> list[list[str]]:
+    def spellings(self, leads: Iterable[str] = (), names: Iterable[str] = ()) -> list[list[str]]:
         """Of each parameter that may be spelled in several ways, its keys, then all others, which need be no keys: with
         the wrappers, or the ``module.``, that any key has before the name of its row, or with one of ``leads``.
+        ``names``: of all parameters, also of those that only the ``param_names`` beside ids name.
         """
         keys = [*self.model.items(), *self.optim.items()]
+        keys += [(name, clean(name)) for name in names if name not in self.model and name not in self.optim]
         rows = dict.fromkeys(row for _, row in keys)
         before = dict.fromkeys(("", *(key.removesuffix(row) for key, row in keys if key.endswith(row)), *leads))
         in_module = bool(rows) and all(map(is_in_module, rows))
@@ -172,16 +172,12 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     have them. ``param_names`` in groups and the model's metadata are no keys and stay as they are. ``leading``: see
     ``RowNames``. Raises SourceUnsupportedError if two keys of one section would become one.
     """
-    model, optim = checkpoint.model, checkpoint.optim
     rows = RowNames.of(checkpoint, leading)
     if rows.plain:
         return checkpoint, rows
     _refuse_collisions(checkpoint, rows.model, "model")
     _refuse_collisions(checkpoint, rows.optim, "optim")
-    if model is not None:
-        model = replace(model, params={rows.model[name]: leaf for name, leaf in model.params.items()})
-    if optim is not None:
-        optim = _renamed(optim, rows.optim)
+    named = with_spellings(checkpoint, rows.model, rows.optim)
     notes: list[Note] = []
     lost = [] if any(map(_in_fsdp, like)) else [key for key in rows.optim if _in_fsdp(key)]
     if lost:
@@ -189,7 +185,22 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
         rows = replace(rows, optim=in_optim, live=live)
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes.append(Note("normalised", message, keys=tuple(lost)))
-    return replace(checkpoint, model=model, optim=optim).noted(*notes), rows
+    return named.noted(*notes), rows
+
+
+def with_spellings(checkpoint: Checkpoint, in_model: Mapping[str, str], in_optim: Mapping[str, str]) -> Checkpoint:
+    """``checkpoint`` with other keys (old to new) for what stays the same parameters; those without a new one stay, as
+    ids and ``param_names`` do; ``checkpoint`` itself if there is none. A parameter that gets another name has it in the
+    whole table (``ir.table``).
+    """
+    model, optim = checkpoint.model, checkpoint.optim
+    if model is not None and in_model:
+        model = replace(model, params={in_model.get(name, name): leaf for name, leaf in model.params.items()})
+    if optim is not None and in_optim:
+        spelled = {key: in_optim.get(key, key) if isinstance(key, str) else key for key in optim.all_keys()}
+        optim = optim.renamed(spelled)
+    same = model is checkpoint.model and optim is checkpoint.optim
+    return checkpoint if same else replace(checkpoint, model=model, optim=optim)
 
 
 def rename_shared_states(checkpoint: Checkpoint, units: Units) -> Checkpoint:
@@ -201,7 +212,7 @@ def rename_shared_states(checkpoint: Checkpoint, units: Units) -> Checkpoint:
         return checkpoint
     keys = set(optim.all_keys())
     later = {later: first for later, first in units.shared if first not in keys}
-    return replace(checkpoint, optim=_renamed(optim, later)) if later else checkpoint
+    return with_spellings(checkpoint, {}, later)
 
 
 def _in_fsdp(name: str) -> bool:
@@ -213,11 +224,6 @@ def _names(optim: Optimizer | None) -> list[str]:
     if optim is None or optim.key_type != "name":
         return []
     return [key for key in optim.all_keys() if isinstance(key, str)]
-
-
-def _renamed(optim: Optimizer, names: Mapping[str, str]) -> Optimizer:
-    """``optim`` with these new names; ids stay."""
-    return optim.renamed({key: names.get(key, key) if isinstance(key, str) else key for key in optim.all_keys()})
 
 
 def _without_module(names: Mapping[str, str], like: Iterable[str]) -> dict[str, str]:

@@ -66,7 +66,7 @@ class Renaming:
             return checkpoint, []
         keys = parameter_names(checkpoint)
         rows = RowNames.of(checkpoint)
-        spellings = rows.spellings(self._leads())
+        spellings = rows.spellings(self._leads(), keys)
         before = {name: name for name in (*keys, *chain(*spellings))}
         changed, unused = self._changed(before, spellings)
         unmatched = []

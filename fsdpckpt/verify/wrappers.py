@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean, without_fsdp
 from fsdpckpt.ir.optimizer import ParamKey
+from fsdpckpt.ir.row_names import with_spellings
 from fsdpckpt.producers.recognition import flavor_named
 
 UNWRAPPED = "prefixes of wrapper modules in the names do not count as differences"
@@ -32,15 +32,10 @@ def without_wrappers(checkpoint: Checkpoint, *, bare: bool) -> Checkpoint:
     model, optim = checkpoint.model, checkpoint.optim
     of_optim = _shortened(optim.all_keys() if optim is not None else (), clean if bare else without_fsdp)
     of_model = _shortened(model.params if model is not None and bare else (), clean)
-    if optim is not None and of_optim:
-        checkpoint = replace(checkpoint, optim=optim.renamed(of_optim))
-    if model is not None and of_model:
-        params = {str(of_model[name]): leaf for name, leaf in model.params.items()}
-        checkpoint = replace(checkpoint, model=ModelState(params, model.metadata))
-    return checkpoint
+    return with_spellings(checkpoint, of_model, of_optim)
 
 
-def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[ParamKey, ParamKey]:
-    """The shortened name of each key; empty if none is shorter, or if two would become one."""
-    names = {key: shorten(key) if isinstance(key, str) else key for key in keys}
+def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[str, str]:
+    """The shortened name of each key that is one; empty if none is shorter, or if two would become one."""
+    names = {key: shorten(key) for key in keys if isinstance(key, str)}
     return names if len(set(names.values())) == len(names) and any(old != new for old, new in names.items()) else {}

@@ -31,11 +31,11 @@ class Draft:
     leads: tuple[str, ...] = ()  # before the names of parameters in any section of the source: ``module.``, wrappers
     places: tuple[str, ...] = ()  # the keys of a named section, and of its model: globs may have them before its names
     side_files: Mapping[str, Tensor] = field(default_factory=dict)  # to copy beside the checkpoint, by target name
-    source_units: ResolvedUnits | None = None  # of a flattened source: what its slices were named by
-    id_units: Units | None = None  # those that map ids to parameters: the source's, or those of ``--units``
+    source_units: ResolvedUnits | None = None  # of a flattened source, with its names: what its slices were named by
     source_names: RowNames = field(default_factory=RowNames)  # before the prefixes of wrappers were removed
     buffers_needed: bool = False  # whether ``--buffers`` had to say which tensors may differ between ranks
     changes: NameChanges | None = None  # what is selected, and the new names; known once keys are selected
+    selected: bool = False  # whether keys were left out
     renamed: bool = False  # whether the names are those that will be written
     units: Units | None = None  # of a flattened target
     key_type: KeyType | None = None  # the keys that a flattened target gets; until it is written it has names
@@ -57,6 +57,23 @@ class Draft:
             return self.keys_before_map
         selected = self.checkpoint.optim is not None and self.opened.optim is not None
         return self.opened.optim.key_type if self.opened.optim is not None and selected else None
+
+    @property
+    def known_units(self) -> Units | None:
+        """Those of a flattened source, else those of ``--units``, of the parameters that are selected."""
+        return self.in_selection(self.source_units.units if self.source_units is not None else self.knowledge.units)
+
+    @property
+    def id_units(self) -> Units | None:
+        """Those that map ids to parameters: ``known_units``, unless the order of the model is not among them."""
+        in_order = self.source_units is None or self.source_units.order_known
+        return self.known_units if in_order else None
+
+    def in_selection(self, units: Units | None) -> Units | None:
+        """``units`` of the parameters that are selected, under the names that they keep."""
+        if units is None or self.changes is None or not self.selected:
+            return units
+        return self.changes.selection().applied_to(units)
 
     def with_checkpoint(self, checkpoint: Checkpoint) -> Draft:
         return self if checkpoint is self.checkpoint else replace(self, checkpoint=checkpoint)

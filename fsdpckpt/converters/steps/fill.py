@@ -16,8 +16,7 @@ def fill_states(draft: Draft, decision: Decision) -> Draft:
     Units say which parameters are frozen: those of the target, else of the source, else of ``--units``.
     """
     missing = decision.options.missing_state
-    of_source = draft.source_units.units if draft.source_units is not None else draft.id_units
-    units = draft.units if draft.units is not None else of_source
+    units = draft.units if draft.units is not None else draft.known_units
     filled = fill_missing(
         draft.checkpoint, missing.value if missing is not None else "skip", units=units, sources=draft.sources
     )

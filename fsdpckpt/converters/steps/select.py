@@ -49,8 +49,8 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
         if draft.one_of_several:
             return replace(draft, left_out=True)
         raise
-    changed = _with_changes(draft, selected, decision)
-    return changed if changed.changes is None else _with_units(changed, changed.changes.selection())
+    changed = replace(_with_changes(draft, selected, decision), selected=True)
+    return changed.with_checkpoint(replace(selected, units=changed.in_selection(selected.units)))
 
 
 def _shared_in_units(draft: Draft) -> tuple[tuple[str, str], ...]:
@@ -91,11 +91,3 @@ def _with_changes(draft: Draft, selected: Checkpoint, decision: Decision) -> Dra
 
     new_name = renaming(draft, decision).new_name
     return replace(draft, checkpoint=selected, changes=NameChanges(keeps, new_name, tuple(names)))
-
-
-def _with_units(draft: Draft, selection: NameChanges) -> Draft:
-    """``draft`` whose units have the parameters that ``selection`` keeps, under the names that they have."""
-    checkpoint, units = draft.checkpoint, draft.id_units
-    if checkpoint.units is not None:
-        checkpoint = replace(checkpoint, units=selection.applied_to(checkpoint.units))
-    return replace(draft, checkpoint=checkpoint, id_units=None if units is None else selection.applied_to(units))

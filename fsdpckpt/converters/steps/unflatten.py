@@ -23,14 +23,12 @@ def unflatten(draft: Draft, decision: Decision) -> Draft:
     flattened = is_flattened(draft.checkpoint, draft.sources, draft.knowledge.request)
     refuse_flat_options(decision.options, draft.checkpoint, has_flat=to_flattened or flattened)
     if not flattened:
-        return replace(draft, id_units=draft.knowledge.units)
+        return draft
     from fsdpckpt.flat.unflatten import name_slices  # what finds and proves units is imported where there are slices
 
     units = _source_units(draft, target_flattened=to_flattened)
     named = name_slices(draft.checkpoint, units, draft.sources)
-    if units.order_known:
-        return replace(draft, checkpoint=named, source_units=units, id_units=units.units)
-    return replace(draft, checkpoint=named.without_order(), source_units=units)
+    return replace(draft, checkpoint=named if units.order_known else named.without_order(), source_units=units)
 
 
 def _source_units(draft: Draft, *, target_flattened: bool) -> ResolvedUnits:

@@ -1,0 +1,33 @@
+"""``diff`` says that prefixes of wrappers do not count where names have some, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpckpt
+from fsdpckpt.verify.wrappers import UNWRAPPED
+
+
+def saved(path: Path, **optim: Any) -> Path:
+    weights = {"a": torch.ones(2, 3)}
+    torch.save({"model": weights, **optim}, path)
+    return path
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_wrappers_are_spoken_of_where_there_are_any(tmp_path: Path, wrapped: bool) -> None:
+    name = "_fsdp_wrapped_module.a" if wrapped else "a"
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 3))], lr=0.1, momentum=0.9)
+    group = optimizer.state_dict()["param_groups"][0]
+    state = {"momentum_buffer": torch.ones(2, 3)}
+    plain = {"state": {"a": state}, "param_groups": [{**group, "params": ["a"]}]}
+    other = {"state": {name: state}, "param_groups": [{**group, "params": [name]}]}
+    a, b = saved(tmp_path / "a.pt", optimizer=plain), saved(tmp_path / "b.pt", optimizer=other)
+    found = fsdpckpt.diff(a, b)
+    assert found.same
+    assert (UNWRAPPED in found.notes) is wrapped
