@@ -22,7 +22,7 @@ from fsdpckpt.ir.files import Zeros
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.missing_state import fill
+from fsdpckpt.transform.missing_state import fill, require_complete
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 from tests.oracle.fake_group import as_rank
 from tests.refusals import Refused
@@ -303,6 +303,25 @@ def test_a_made_state_of_a_unit_s_parameter_is_sharded_and_one_beside_the_units_
     leaf = found.state["b"]["exp_avg"] if found is not None else None
     assert isinstance(leaf, Tensor)
     assert (leaf.shape, leaf.sharded) == ((5,), not outside)
+
+
+def test_a_state_of_another_shape_than_its_parameter_is_no_example() -> None:
+    """A conversion refuses it before."""
+    optim = Optimizer.of({"a": {"exp_avg": whole(4, 4)}}, [{"params": ["a", "b"]}])
+    held = checkpoint(1, model=sharded_model([named("a", 5, 3), named("b", 5)]), optim=optim)
+    details = ["b: the state exp_avg of a does not have the shape of its parameter"]
+    Refused(4, details=details).by(lambda: fill(held, "zeros", read=lambda _: b""))
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_only_flat_parameters_have_to_be_complete(orig: bool) -> None:
+    units = build_units([named("a", 5, 3), named("b", 5)], ("",), Settings(use_orig_params=orig))
+    require_complete(checkpoint(1), units)
+    part = checkpoint(1, optim=Optimizer.of({"a": {"exp_avg": whole(5, 3)}}, [{"params": ["a", "b"]}]))
+    if orig:
+        require_complete(part, units)
+    else:
+        Refused(4, details=["the root unit: b"]).by(lambda: require_complete(part, units))
 
 
 def test_no_two_tensors_of_zeros_share_bytes() -> None:
