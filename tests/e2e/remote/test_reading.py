@@ -20,6 +20,7 @@ from fsdpckpt.errors import (
     SourceUnrecognisedError,
     SourceUnsupportedError,
 )
+from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage import remote_file, retry
 from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run, run
@@ -354,3 +355,25 @@ def test_no_python_object_or_traceback_shows_the_credentials_of_a_url(web: Proxy
             fsdpckpt.inspect(missing)
         texts += traceback.format_exception(raised.value)
     assert not [found for text in texts for found in re.findall(".{30}SeCrEt", text)]
+
+
+def test_a_run_is_continued_from_the_same_url_with_a_new_signature(web: Proxy, tmp_path: Path) -> None:
+    """Signatures expire: the second run has another URL, and the source is the same."""
+
+    class Stopped(NoProgress):
+        done = 0
+
+        def advance(self, nbytes: int) -> None:
+            self.done += nbytes
+            if self.done > 600_000:
+                raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"to": "sharded", "world_size": 3, "threads": 1, "max_memory": "1MiB"}
+    url = f"{web.url}/full.pt?X-Amz-Signature="
+    with pytest.raises(KeyboardInterrupt):
+        fsdpckpt.convert(f"{url}first", tmp_path / "out", progress=Stopped(), **options)
+    records = [path.read_bytes() for path in tmp_path.rglob("journal*")]
+    assert records and not any(b"first" in record for record in records)
+    report = fsdpckpt.convert(f"{url}second", tmp_path / "out", **options)
+    assert any(note.kind == "resumed" for note in report.notes), report.notes
+    assert fsdpckpt.diff(f"{url}third", tmp_path / "out").same
