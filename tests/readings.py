@@ -22,7 +22,7 @@ class Reading:
 
     ``extra``: the extras, and ``ranks`` those of each rank where they differ; None: not compared. ``is_a``: fields of
     the checkpoint by name. ``notes``: texts, of which each stands in a note, with DIR for the directory; ``problems``:
-    the kind and the key of each.
+    the kind and the key of each. ``files``: the names of those that were read; None: not compared.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Reading:
     is_a: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
     problems: Sequence[tuple[str, str | None]] = ()
+    files: Sequence[str] | None = None
 
     def require(self, tmp_path: Path) -> Checkpoint:
         """It is read, with all that the row says."""
@@ -45,6 +46,8 @@ class Reading:
             assert held(found.extra, found.files) == held(self.extra, ())
         if self.ranks is not None:
             assert [held(extra, found.files) for extra in found.rank_extra] == [held(extra, ()) for extra in self.ranks]
+        if self.files is not None:
+            assert [Path(file.path).name for file in found.files] == list(self.files)
         for field, value in (self.is_a or {}).items():
             assert getattr(found, field) == value, field
         messages = [note.message.replace(str(tmp_path), "DIR") for note in found.notes]

@@ -144,7 +144,7 @@ READINGS = (
     Reading("Lightning's DCP directory", dcp_of({"model": MODEL, "optimizer_0": OPTIM}, put("meta.pt", OWN)), MODEL,
             OPTIM, OWN, is_a={"flavor": "lightning"}),
     Reading("a neighbour that is refused", files({"model.pt": MODEL, "callbacks.pt": CALL}), MODEL, extra={},
-            notes=["callbacks.pt", "functools.partial"]),
+            notes=["callbacks.pt", "functools.partial"], files=["model.pt"]),
     Reading("weights that verl exported", together(ranks_of("{s}_world_size_2_rank_{r}.pt"), safetensors(
             "huggingface/model.safetensors", MODEL)), FSDP2_TRUTH["model"], FSDP2_TRUTH["optim"],
             is_a={"flavor": "verl", "layout": Layout.SHARDED}, notes=["huggingface"]),
