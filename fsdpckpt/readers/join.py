@@ -27,7 +27,8 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.frame import Frame, joined, placed
 from fsdpckpt.ir.names import clean
-from fsdpckpt.ir.sections import section_names
+from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.sections import model_of, section_names
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, walk, without
 from fsdpckpt.producers import PLAIN
@@ -111,6 +112,7 @@ def join(
         named=named,
         copies=main.tree.copies if main is with_model else {},
     )
+    checkpoint = checkpoint.noted(*_unmatched_names_of_sections(checkpoint))
     return with_masters(checkpoint, sources)
 
 
@@ -167,8 +169,51 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
     the weights under Hugging Face's names.
     """
     model, optim = with_model.sections.model, with_optim.sections.optim
-    if model is None or optim is None or optim.key_type != "name":
+    if model is None or optim is None:
         return []
+    missing, named = _names_without_parameter(model, optim)
+    if not missing:
+        return []
+    has_ids = len(named) < len(set(optim.grouped_keys()))  # beside texts that are no names
+    if len(missing) < len(named) or with_model is with_optim or has_ids:
+        return [_unmatched(missing)]
+    raise NeedsInformationError(
+        f"{source} contains a model and an optimizer with no parameter name in common",
+        details=[
+            f"{with_model.label}: {some_of(list(model.params), _MAX_NAMES)}",
+            f"{with_optim.label}: {some_of(missing, _MAX_NAMES)}",
+        ],
+        why="they belong to different models, or a tool renamed the parameters of one of them (torchtune saves weights "
+        "under Hugging Face's names, and its optimizer under its own)",
+        next_step=f"give the path of one of them, for example {shlex.quote(with_model.label)}",
+        file=source,
+    )
+
+
+def _unmatched_names_of_sections(checkpoint: Checkpoint) -> list[Note]:
+    """The same notes for the optimizers of further models, each with the model that it updates."""
+    notes: list[Note] = []
+    for section in checkpoint.named:
+        model = model_of(checkpoint, section) if isinstance(section.content, Optimizer) else None
+        if model is None or not isinstance(section.content, Optimizer):
+            continue
+        missing, _ = _names_without_parameter(model, section.content)
+        if missing:
+            note = _unmatched(missing)
+            notes.append(replace(note, message=f"{section.label}: {note.message}"))
+    return notes
+
+
+def _unmatched(missing: Sequence[str]) -> Note:
+    keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
+    message = f"{keys} none of the model's: {some_of(missing, _MAX_NAMES)}"
+    return Note("unmatched", message, keys=tuple(missing), for_verify=True)
+
+
+def _names_without_parameter(model: ModelState, optim: Optimizer) -> tuple[list[str], list[str]]:
+    """The names in ``optim`` that ``model`` lacks, and all names in it; none if it is keyed by id."""
+    if optim.key_type != "name":
+        return [], []
     named = list(dict.fromkeys(key for key in (*optim.state, *optim.grouped_keys()) if isinstance(key, str)))
     params = {clean(name) for name in model.params}
     without = without_adapter(map(clean, named), params)
@@ -176,24 +221,10 @@ def _unmatched_names(source: str, with_model: ReadPart, with_optim: ReadPart) ->
         name for name, bare in zip(named, without, strict=True) if name not in model.params and bare not in params
     ]
     if not missing or any(_FLAT in name for name in (*model.params, *named)):
-        return []
+        return [], named
     ends = {end for name in params for end in _suffixes(name)}
     missing = [name for name in missing if clean(name) not in ends and params.isdisjoint(_suffixes(clean(name)))]
-    if not missing:
-        return []
-    shown = some_of(missing, _MAX_NAMES)
-    has_ids = len(named) < len(set(optim.grouped_keys()))  # beside texts that are no names
-    if len(missing) < len(named) or with_model is with_optim or has_ids:
-        keys = "1 optimizer key is" if len(missing) == 1 else f"{len(missing)} optimizer keys are"
-        return [Note("unmatched", f"{keys} none of the model's: {shown}", keys=tuple(missing), for_verify=True)]
-    raise NeedsInformationError(
-        f"{source} contains a model and an optimizer with no parameter name in common",
-        details=[f"{with_model.label}: {some_of(list(model.params), _MAX_NAMES)}", f"{with_optim.label}: {shown}"],
-        why="they belong to different models, or a tool renamed the parameters of one of them (torchtune saves weights "
-        "under Hugging Face's names, and its optimizer under its own)",
-        next_step=f"give the path of one of them, for example {shlex.quote(with_model.label)}",
-        file=source,
-    )
+    return missing, named
 
 
 def _suffixes(name: str) -> list[str]:

@@ -108,7 +108,8 @@ def _add_forms_of_trainers(place: Path) -> None:
     for form in ("masters", "several", "lightning"):
         (place / form).mkdir()
     torch.save({"model": halves, "optimizer": wrapper}, place / "masters" / "full.pt")
-    other = {"model": {"x": torch.ones(3, 2)}, "optimizer": named_optimizer({"x": torch.ones(3, 2)})}
+    second = {"x": torch.ones(3, 2), "y": torch.ones(4)}
+    other = {"model": second, "optimizer": named_optimizer(second)}
     torch.save({"actor": content, "critic": other}, place / "several" / "full.pt")
     lightning = {"state_dict": model, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}
     torch.save(lightning, place / "lightning" / "own.ckpt")
@@ -292,7 +293,10 @@ FACTS = [
     Fact("several", "shape of a state of another model", "full.pt",
          less_rows("critic", "optimizer", "state", "x", "exp_avg")),
     Fact("several", "name in a group of another model", "full.pt",
-         replaced("critic", "optimizer", "param_groups", 0, "params", 0, by="y")),
+         replaced("critic", "optimizer", "param_groups", 0, "params", 0, by="z")),
+    Fact("several", "a parameter less in another model", "full.pt", dropped("critic", "model", "x")),
+    Fact("several", "a parameter less in the first model", "full.pt", dropped("actor", "model", "head.weight")),
+    Fact("several", "name in the first model", "full.pt", renamed("actor", "model", "a.weight", to="z.weight")),
     Fact("several", "a group less in the first model", "full.pt",
          dropped("actor", "optimizer", "param_groups", 1)),
     # A full file of Lightning: ids are places in the model.
