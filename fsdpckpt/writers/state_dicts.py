@@ -240,8 +240,7 @@ def lost_dicts(
     if checkpoint.optim is not None and not flattened_keys:
         path = section_paths[Section.OPTIM].keys
         lost += (each for each in lost_in(optimizer_dict(checkpoint.optim), path) if each.path != (*path, "state"))
-    extra, _ = extras_of_one(checkpoint)
-    return (*lost, *lost_in(extra))
+    return (*lost, *lost_in(extras_of_rank(checkpoint, 0)))
 
 
 def _notes_on_metadata(model: ModelState, name: str) -> list[Note]:
