@@ -6,16 +6,20 @@ import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, NamedSection, Note, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.targets import LinkedFile, Target, TargetFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.text_keys import LostDict
+from fsdpckpt.ir.values import Key, Value, find_value, value_text
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, Form, SectionPath
+from fsdpckpt.readers.protocol import dotted
 from fsdpckpt.readers.side_files import notes_on_copies
 from fsdpckpt.writers import DtypeRule, Writer, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_rank
@@ -82,10 +86,12 @@ def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Secti
     """The keys of the main sections in a plain target, and whether the optimizer's are flattened.
 
     From DCP to DCP both stay as they are. So does the place of a section if the extras or a named section have a key
-    that it would get: ``{"model": {"state_dict": ..., "config": ...}}``.
+    that it would get: ``{"model": {"state_dict": ..., "config": ...}}``. Raises SourceUnsupportedError if a list or a
+    value has that key.
     """
     both_dcp = checkpoint.container is Container.DCP and spec.container is Container.DCP
-    taken = {key for rank in range(max(1, len(checkpoint.rank_extra))) for key in extras_of_rank(checkpoint, rank)}
+    extras = [extras_of_rank(checkpoint, rank) for rank in range(max(1, len(checkpoint.rank_extra)))]
+    taken = {key for extra in extras for key in extra}
     in_source = {
         section: tuple(key for key in path if isinstance(key, (str, int)))
         for section, path in checkpoint.origin.nesting.items()
@@ -100,10 +106,38 @@ def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Secti
         beside = section is Section.MODEL and place == () and () not in others
         inside = place is not None and not beside and any(other[: len(place)] == place for other in others)
         stays = both_dcp and place is not None and not inside
-        kept = path.keys and path.keys[0] in taken and place
+        kept = path.keys and path.keys[0] in taken and place and _is_in_dicts(checkpoint.origin.nesting[section])
         moved[section] = replace(path, keys=place) if place is not None and (stays or kept) else path
+        shared = spec.container is Container.DCP or (spec.container is Container.TORCH and spec.layout is Layout.FULL)
+        if place is not None and not stays and not kept and shared:
+            for extra in extras:
+                _require_free(checkpoint, section, path.keys, extra)
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
     return moved, both_dcp and checkpoint.origin.flattened_keys and by_name
+
+
+def _is_in_dicts(path: tuple[Key, ...]) -> bool:
+    return all(type(key) is str for key in path)
+
+
+def _require_free(checkpoint: Checkpoint, section: Section, path: tuple[Key, ...], extra: dict[Key, Value]) -> None:
+    """Raises SourceUnsupportedError if the place of a main section is that of an extra. Into a dict of extras goes what
+    was beside it in a dict, and the keys of a rank's own file.
+    """
+    found = find_value(extra, path) if path else None
+    place = checkpoint.origin.nesting.get(section, ())
+    if path and path[0] in extra and (not isinstance(found, dict) or not _is_in_dicts(place)):
+        name, key = dotted(path), dotted(place)
+        raise SourceUnsupportedError(
+            f"the {section} and an extra would both get the key {name}",
+            key=name,
+            file=checkpoint.source,
+            expected=f"a dict with the {section}, or no {name}",
+            found=value_text(extra[path[0]]),
+            why=f"a plain target has the {section} under {name}, and the source has it under {key or 'no key'}, "
+            f"beside another {name}",
+            next_step=f"take it alone, with {flags.only(str(section))}, or rename that entry in the source",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,3 +157,22 @@ def test_an_empty_key_is_one_as_in_pytorch(tmp_path: Path) -> None:
     loaded = {"": {"a": trained(5)[0], "n": 0}, "b": {"": trained(6)[0]}}
     dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert difference(source, loaded) == ""
+
+
+@pytest.mark.parametrize("container", ["torch", "dcp"])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        lambda model: {"model": ("text", 5, model)},
+        lambda model: {"model": ["text", model]},
+        lambda model: {"model": {"kind": "resnet"}, "a": [{"net": model}]},
+    ],
+)
+def test_an_extra_that_has_the_key_of_the_only_model_is_no_reason_to_lose_one(
+    tree: Any, container: str, tmp_path: Path
+) -> None:
+    torch.save(tree(trained(0)[0]), tmp_path / "source.pt")
+    with pytest.raises(fsdpckpt.SourceUnsupportedError, match="the model and an extra would both get the key model"):
+        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", to="full", container=container)
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", to="full", container=container, only="model")
