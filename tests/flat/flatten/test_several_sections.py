@@ -388,7 +388,7 @@ def test_the_units_of_every_section_are_taken_from_what_was_written(full: Full, 
 def test_optimizers_without_their_model_need_its_names(full: Full, tmp_path: Path) -> None:
     """The names of one are not all that a flat parameter has."""
     torch.save({"optimizers": torch.load(full(several_optimizers))["optimizers"]}, tmp_path / "optimizers.pt")
-    with pytest.raises(NeedsInformationError, match=r"optim:adam: .* has no names and shapes"):
+    with pytest.raises(NeedsInformationError, match=r"optim:muon: .* has no names and shapes"):
         fsdpckpt.convert(tmp_path / "optimizers.pt", tmp_path / "flat", unit=["blocks.*"], **FLAT)
     reference = {"reference": str(full(several_optimizers)), "buffers": ["none"]}
     fsdpckpt.convert(tmp_path / "optimizers.pt", tmp_path / "flat", unit=["blocks.*"], **reference, **FLAT)
@@ -414,7 +414,7 @@ def test_states_are_made_in_every_section(full: Full, tmp_path: Path) -> None:
 
 def test_a_flat_parameter_that_optimizers_would_share_is_refused(full: Full, tmp_path: Path) -> None:
     source = full(several_optimizers)
-    with pytest.raises(SourceUnsupportedError, match=r"optim:adam: a flat parameter has to be in one") as error:
+    with pytest.raises(SourceUnsupportedError, match=r"optim:muon: a flat parameter has to be in one") as error:
         fsdpckpt.convert(source, tmp_path / "flat", unit=["blocks.*"], **{**FLAT, "use_orig_params": False})
     assert "add --use-orig-params" in str(error.value.next_step)
 
