@@ -262,7 +262,7 @@ def _match_places(a: Checkpoint, b: Checkpoint) -> Match | None:
         return None
     keys = dict(zip(ids.optim.grouped_keys(), named.optim.grouped_keys(), strict=True))
     pairs = keys if ids is b else {name: number for number, name in keys.items()}
-    doubts = [note.message for note in named.notes[len(ids.notes) :] if note.kind == "unproved-order"]
+    doubts = [note.message for note in named.notes[len(ids.notes) :] if note.warning]
     return Match(pairs, _places(pairs), ("optimizer keys matched by the places of ids in the model", *doubts))
 
 
