@@ -33,6 +33,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, replaced, walk, without
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.readers.candidates import require_one_each
+from fsdpckpt.readers.counted_steps import is_megatrons, with_step_of_each
 from fsdpckpt.readers.flat_slices import convert_slices
 from fsdpckpt.readers.masters import with_masters
 from fsdpckpt.readers.named_parts import with_names
@@ -79,6 +80,10 @@ def join(
         convert_slices(part.tree, part.sections, model, part.label, possible=possible)
         problems = (_slices_of_one_rank(part), _reused_ids(part, model), _states_in_buffers(part))
         part.tree.problems += [problem for problem in problems if problem is not None]
+    optim = with_optim.sections.optim if with_optim is not None else None
+    if with_optim is not None and optim is not None and is_megatrons(with_optim.tree.root, with_optim.tree.flavor):
+        optim, problem = with_step_of_each(optim, files)
+        with_optim.tree.problems += [problem] if problem is not None else []
     extra, rank_extra, named, frame, in_parts = _extras(parts)
     _require_more_than_extras(source, parts, extra)
     origin = Origin(
@@ -104,7 +109,7 @@ def join(
         origin=origin,
         files=files.files(),
         model=model,
-        optim=with_optim.sections.optim if with_optim is not None else None,
+        optim=optim,
         extra=extra,
         rank_extra=rank_extra,
         checksums=Checksums.joined(part.tree.checksums for part in parts),

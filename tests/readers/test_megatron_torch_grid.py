@@ -223,11 +223,13 @@ def test_all_parts_become_one_model(name: str, tmp_path: Path) -> None:
     assert [key for key in state["model"] if not key.endswith("_extra_state")] == list(run.whole)
     for key, value in run.whole.items():
         assert torch.equal(state["model"][key], value), key
-        assert state["optimizer"]["state"][key].keys() == run.states[key].keys()
+        assert state["optimizer"]["state"][key].keys() == {*run.states[key], "step"}
+        assert state["optimizer"]["state"][key]["step"] == 7
         assert all(
             torch.equal(state["optimizer"]["state"][key][each], run.states[key][each]) for each in run.states[key]
         )
     groups = state["optimizer"]["param_groups"]
+    assert not any("step" in group for group in groups)
     for decayed in (True, False):
         members = [key for group in groups if bool(group["wd_mult"]) is decayed for key in group["params"]]
         expected = [key for key in run.whole if (run.whole[key].ndim > 1) is decayed]

@@ -16,7 +16,6 @@ from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.torch import notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Problem, Section
-from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value, equal
 from fsdpckpt.readers.megatron_torch.buffers import PlacedParameter, flat_buffers, parameters_in
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
@@ -25,7 +24,7 @@ from fsdpckpt.readers.megatron_torch.optimizer import MASTERS, OPTIMIZER, RankOp
 from fsdpckpt.readers.megatron_torch.places import BUFFERS_FILE, Grid, RankPlace
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
-from fsdpckpt.readers.optimizer_forms import notes_on_copies, step_tensor
+from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.torch_ranks.merge import merge_distributed
 from fsdpckpt.readers.torch_ranks.rank_files import RankFile
@@ -416,7 +415,7 @@ class _Iteration:
             name: Shards(shards[name].shape, {rank: shards[name].by_rank[rank] for rank in ranks})
             for name, ranks in holders.items()
         }
-        groups, step = self._open_groups([name for name in order if name in holders])
+        groups = self._open_groups([name for name in order if name in holders])
         for flat in buffers:
             if flat is None:
                 continue
@@ -432,25 +431,17 @@ class _Iteration:
             with_buffers.append(flat)
             weights: StateDict = {name: part(name, each.weight) for name, each in parameters.items()}
             roots.append({_MODEL: weights, OPTIMIZER: {"state": states, "param_groups": groups}})
-        merged = merge_distributed(with_buffers, roots, _FORMAT)
-        optimizer = cast("dict[str, dict[Key, dict[Key, Value]]]", cast("dict[Key, Value]", merged.root)[OPTIMIZER])
-        for entry in optimizer["state"].values() if step is not None else ():
-            entry["step"] = cast(Value, step)
-        return merged
+        return merge_distributed(with_buffers, roots, _FORMAT)
 
-    def _open_groups(self, names: Sequence[str]) -> tuple[list[StateDict], Tensor | None]:
-        """The settings of the distributed optimizer's param groups, which list no parameters; a single one has all. And
-        the step that they count, in the form torch's optimizers have for each parameter.
-        """
+    def _open_groups(self, names: Sequence[str]) -> list[StateDict]:
+        """The settings of the distributed optimizer's param groups, which list no parameters; a single one has all."""
         saved = self._root(self.files[0]).get(OPTIMIZER)
         groups: list[StateDict] = []
         for entry in saved if isinstance(saved, (list, tuple)) else [saved]:
             inner = entry.get(OPTIMIZER) if isinstance(entry, dict) else None
             listed = inner.get("param_groups") if isinstance(inner, dict) else None
             groups += [dict(group) for group in listed or () if isinstance(group, dict)]
-        steps = [step_tensor(cast(Value, group.pop("step", None)), self.table) for group in groups]
-        step = next((step for step in steps if step is not None), None)
-        return [{**groups[0], "params": list(names)}] if len(groups) == 1 else groups, step
+        return [{**groups[0], "params": list(names)}] if len(groups) == 1 else groups
 
     # The ranks' files, rewritten
 
