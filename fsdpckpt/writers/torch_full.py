@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from fsdpckpt.formats.torch.loadable import ARRAY, Array, array_of, encode_stand
 from fsdpckpt.formats.zip_write import Records
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import model_dict, optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_stride, spans_of
@@ -35,8 +36,10 @@ from fsdpckpt.writers.state_dicts import extras_of_one, nested
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """One file at ``spec.path``: a dict of the sections, each at its path in ``spec.section_paths``, and the extras.
 
-    Tensors that share memory in the source's model section or extras share it in the target.
+    Tensors that share memory in the source's model section or extras share it in the target. States never do.
     """
+    if checkpoint.optim is not None:
+        checkpoint = replace(checkpoint, optim=_with_own_states(checkpoint.optim))
     casts, notes = spec.dtypes.casts(checkpoint)
     extra, dropped = extras_of_one(checkpoint)
     sections: list[tuple[tuple[PathKey, ...], Value]] = []
@@ -62,6 +65,20 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
         )
         notes.append(Note("encoded", message, keys=stand_ins))
     return Target([file], notes=notes)
+
+
+def _with_own_states(optim: Optimizer) -> Optimizer:
+    """``optim`` with a tensor for each state, as optimizers change them in place: a step that several parameters have
+    in one storage is counted once for each of them.
+    """
+    seen: set[Tensor] = set()
+
+    def own(tensor: Tensor) -> Tensor:
+        first = tensor not in seen
+        seen.add(tensor)
+        return tensor if first else replace(tensor)
+
+    return optim.map_tensors(own)
 
 
 def lay_out_file(
