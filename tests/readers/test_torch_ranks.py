@@ -571,6 +571,8 @@ REFUSALS = (
     # Ranks that are missing
     incomplete("one of two", copied(SHARDED_TENSORS, lose("model_1.pt", "optim*")), "1 of 2 ranks is missing: 1\n"),
     incomplete("a gap in the names", four(lose("model_[12].pt")), "2 of 4 ranks are missing: 1, 2\n"),
+    incomplete("a gap, and the last", under("model_{}.pt", 0, 2, of=(0, 2)),
+               "2 rank files are missing\n  - model_1.pt\n  - model_3.pt\n"),
     incomplete("the last two", four(lose("model_[23].pt")), "2 of 4 ranks are missing: 2, 3\n", about={"rank": 2}),
     incomplete("rank 0 by content", under("checkpoint_{}.pt", 1, 2, 3, of=(1, 2, 3)), "1 of 4 ranks is missing: 0\n"),
     # Numbers of files that are not those of ranks: the content says which rank saved a file

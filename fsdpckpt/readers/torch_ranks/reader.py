@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from fsdpckpt.errors import SourceCorruptError, SourceError
@@ -58,7 +59,7 @@ class TorchReader:
             unwanted = [each for each in sets if each.absent and section_of_name(each.stem) not in others]
             sets = [rank_set for rank_set in sets if rank_set not in unwanted]
             claim.left_out = [name for rank_set in unwanted for name in rank_set.files.values()]
-        _require_all_ranks(sets, path, {name: file.nbytes for name, file in files.items()})
+        _require_all_ranks(sets, path, files, sources)
         sets += _ranks_by_content(single, files, sources)
         single = [name for name in single if not any(name in rank_set.files.values() for rank_set in sets)]
         claim.parts += [_ranks_part(rank_set, files, path) for rank_set in sets]
@@ -156,12 +157,27 @@ def _saved_rank(file: Entry, sources: Sources) -> int | None:
     return next(iter(ranks)) if len(ranks) == 1 else None
 
 
-def _require_all_ranks(sets: Sequence[RankSet], directory: str, sizes: Mapping[str, int]) -> None:
-    """Raises unless every set has ranks 0 .. W-1. ``sizes``: the bytes of every file there, including damaged ones."""
+def _with_saved_world(rank_set: RankSet, files: Mapping[str, Entry], sources: Sources) -> RankSet:
+    """``rank_set`` with as many ranks as the meshes in its first file have, if their number is not in the names."""
+    from fsdpckpt.formats.torch import read_archive
+
+    if rank_set.world is not None:
+        return rank_set
+    try:
+        worlds = read_archive(sources.open(files[rank_set.files[min(rank_set.files)]].path), 0).worlds
+    except SourceError:  # the ranks that are missing are reported
+        return rank_set
+    return replace(rank_set, world=max((max(ranks) + 1 for ranks in worlds if ranks), default=None))
+
+
+def _require_all_ranks(sets: Sequence[RankSet], directory: str, files: Mapping[str, Entry], sources: Sources) -> None:
+    """Raises unless every set has ranks 0 .. W-1. ``files``: every file there, including damaged ones."""
+    if not any(rank_set.absent for rank_set in sets):
+        return
+    sizes = {name: file.nbytes for name, file in files.items()}
+    sets = [_with_saved_world(rank_set, files, sources) for rank_set in sets]
     count = sum(rank_set.absent for rank_set in sets)
     missing = list(islice((name for rank_set in sets for name in rank_set.missing()), MAX_NAMES))
-    if not missing:
-        return
     damaged = sum(name in sizes for name in missing)
     what = "missing or damaged"
     if damaged in (0, count):
