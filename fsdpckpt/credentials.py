@@ -41,6 +41,20 @@ def without_credentials(text: str) -> str:
     return text
 
 
+def hidden_in(text: str, location: str) -> str:
+    """What a store's package says of ``location``, without what opens it.
+
+    Parts of the location stand alone in ``text``: s3fs takes ``KEY:secret@bucket`` for the name of a bucket.
+    """
+    users = [user[0] for user in _USER.finditer(location) if _with_hidden_user(user) != user[0]]
+    users += [user[0].removeprefix(user[1]) for user in _WEB_USER.finditer(location)]
+    for user in users:
+        parts = (part for part in re.split("[:/@]", user) if len(part) > 2)  # shorter ones are in any word
+        for secret in (user, user[:-1], *parts):
+            text = text.replace(secret, HIDDEN)
+    return without_credentials(text)
+
+
 def shown_name(location: str) -> str:
     """The last part of ``location`` as it is shown: a query ends the location, and its first part is not a name."""
     return without_credentials(location).rstrip("/").rpartition("/")[2]

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
+from fsdpckpt.credentials import hidden_in
 from fsdpckpt.errors import SourceError, SourceMissingError, SourceUnrecognisedError, to_copy
 from fsdpckpt.storage.protocols import UPLOADING, Entry, FileIdentity, remote_identity
 from fsdpckpt.storage.remote_file import (
@@ -64,11 +65,17 @@ def filesystem_of(url: str, *, examples: str = EXAMPLES) -> tuple[AbstractFileSy
     Raises SourceError, in which ``examples`` are suggested for an unknown kind of URL.
     """
     from fsspec.core import url_to_fs
+    from fsspec.registry import get_filesystem_class
 
     for package in ("gcsfs", "s3fs"):  # they log what they also raise; handlers that the user set still get it
         logging.getLogger(package).addHandler(logging.NullHandler())
+    require_port(url)
     try:
-        filesystem, name = url_to_fs(url)
+        if "::" in url.partition("://")[2]:  # in a name or an IPv6 address: no chain, as in simplecache::s3://
+            kind = get_filesystem_class(url.partition("://")[0])
+            filesystem, name = kind(**kind._get_kwargs_from_urls(url)), kind._strip_protocol(url)
+        else:
+            filesystem, name = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise _open_error(url, error, examples) from None
     if "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,)):
@@ -78,25 +85,43 @@ def filesystem_of(url: str, *, examples: str = EXAMPLES) -> tuple[AbstractFileSy
     return filesystem, name
 
 
-def _open_error(url: str, error: ImportError | ValueError, examples: str) -> SourceError:
+def require_port(url: str) -> None:
+    """Raises SourceUnrecognisedError if what stands for the port in ``url`` is no port. It is not shown: it may be half
+    of a password.
+    """
+    try:
+        port_is_known = not is_http(url) or urlsplit(url).port != 0
+    except ValueError as error:  # also of unpaired brackets, in Python's words
+        port_is_known = "port" not in str(error).lower()
+    if not port_is_known:
+        raise SourceUnrecognisedError(
+            f"{url} has no usable port",
+            file=url,
+            expected="a number from 1 to 65535 after the host's colon",
+            next_step="correct the URL; in a user name or a password, write / as %2F and : as %3A",
+        )
+
+
+def _open_error(url: str, error: ImportError | ValueError | NotImplementedError, examples: str) -> SourceError:
+    said = hidden_in(str(error), url)
     package = _PACKAGES.get(url.partition(":")[0])
     missing = package is not None and find_spec(package.partition(" ")[0]) is None
     if missing or isinstance(error, ImportError):  # fsspec says which package to install
         return SourceError(
-            f"{url} cannot be opened: {error}",
+            f"{url} cannot be opened: {said}",
             file=url,
             why="fsspec opens this kind of URL with a package that is not installed",
             next_step=to_copy("install it", f"pip install {package}") if package else "install that package",
         )
     if package is not None:
         return SourceError(
-            f"{url} cannot be opened: {error}",
+            f"{url} cannot be opened: {said}",
             file=url,
             why=f"{package} takes credentials and endpoints from its own environment variables and files",
             next_step="check the URL, and the credentials of this store",
         )
     return SourceUnrecognisedError(
-        f"{url} cannot be opened: {error}",
+        f"{url} cannot be opened: {said}",
         file=url,
         next_step=f"give a path, or a URL that fsspec knows: {examples}",
     )
@@ -192,6 +217,8 @@ class RemoteStore:
             info = with_retries(lambda: filesystem.info(name), url=url, action="looking it up")
         except SourceMissingError:
             return NoFile.NOTHING
+        except (ValueError, NotImplementedError) as error:  # huggingface_hub looks at the URL only now
+            raise _open_error(url, error, EXAMPLES) from None
         return NoFile.DIRECTORY if info["type"] == "directory" else remote_identity(url, info)
 
     def _list_names(self, directory: str) -> tuple[list[FileIdentity], list[str]]:

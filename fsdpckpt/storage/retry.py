@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from fsdpckpt.credentials import shown_cause
+from fsdpckpt.credentials import hidden_in, shown_cause
 from fsdpckpt.errors import FsdpckptError, SourceError, SourceMissingError, TargetUnwritableError
 from fsdpckpt.process import pending_requests
 
@@ -79,9 +79,9 @@ def is_final(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _FINAL_NUMBERS
 
 
-def _one_line(error: BaseException) -> str:
-    """``error`` as one line of text."""
-    text = " ".join(str(error).split())
+def _one_line(error: BaseException, url: str) -> str:
+    """``error`` as one line of text, without what opens ``url``."""
+    text = " ".join(hidden_in(str(error), url).split())
     name = type(error).__name__
     if isinstance(error, (ShortAnswerError, HttpStatusError)) and text:
         return text
@@ -126,7 +126,7 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
         )
     if _is_forbidden(error):
         return SourceError(
-            f"{url} may not be read: {_one_line(error)}",
+            f"{url} may not be read: {_one_line(error, url)}",
             file=url,
             why="the credentials are missing or expired, or do not allow it",
             next_step="check the credentials of this store",
@@ -136,14 +136,14 @@ def _source_error(error: BaseException, url: str, action: str, attempts: int) ->
         return SourceError(
             f"{url} cannot be read here: its bucket is in another region",
             file=url,
-            found=_one_line(error),
+            found=_one_line(error, url),
             next_step="set AWS_DEFAULT_REGION to the bucket's region, and AWS_ENDPOINT_URL if it has one of its own",
         )
     tries = f", gave up after {attempts} attempts" if attempts > 1 else ""
     return SourceError(
         f"{url} cannot be read: {action} failed{tries}",
         file=url,
-        found=_one_line(error),
+        found=_one_line(error, url),
         why="the store or the network is failing" if attempts > 1 else "the store refused the request",
         retryable=not is_final(error),
         run_again=True,
@@ -167,7 +167,7 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
     return TargetUnwritableError(
         f"cannot write {url}: {action} failed{tries}",
         file=url,
-        found=_one_line(error),
+        found=_one_line(error, url),
         why=why,
         next_step=next_step,
         run_again=True,
