@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
 
-import fsdpckpt
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Global, Object
@@ -244,20 +242,3 @@ class TestTorchFullWriter(WriterContract):
 
     def load(self, path, spec):
         assert torch.load(path, weights_only=True).keys() == {"model", "optimizer", "epoch"}
-
-
-def test_a_step_that_parameters_share_in_the_source_is_counted_once_for_each(tmp_path: Path) -> None:
-    """torch's optimizers add to it in place, and take it as it is loaded."""
-    step = torch.tensor(3.0)
-    moments = [{"exp_avg": torch.rand(2), "exp_avg_sq": torch.rand(2)} for _ in range(3)]
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.rand(2)) for _ in range(3)])
-    groups = optimizer.state_dict()["param_groups"]
-    state = {number: {"step": step, **entry} for number, entry in enumerate(moments)}
-    torch.save({"state": state, "param_groups": groups}, tmp_path / "optim.pt")
-    fsdpckpt.convert(tmp_path / "optim.pt", tmp_path / "full.pt", verify="full")
-    optimizer.load_state_dict(torch.load(tmp_path / "full.pt")["optimizer"])
-    params = optimizer.param_groups[0]["params"]
-    for param in params:
-        param.grad = torch.rand(2)
-    optimizer.step()
-    assert [float(optimizer.state[param]["step"]) for param in params] == [4, 4, 4]
