@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from heapq import nlargest
-from itertools import takewhile
 from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
@@ -19,6 +18,7 @@ from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.buffers import undecided_copies
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.dtypes import DType
+from fsdpckpt.ir.names import equal_at_start
 from fsdpckpt.ir.placements import PerRank
 from fsdpckpt.ir.tensors import Box, Boxes, Tensor
 from fsdpckpt.ir.values import Key, Value
@@ -350,11 +350,6 @@ class LazyCheckpoint(Mapping[str, LazyTensor]):
         self.close()
 
 
-def _common(first: Iterable[str], second: Iterable[str]) -> int:
-    """The number of characters at the beginning that are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
 _COMPARED = 100  # keys that are compared with a missing one character by character
 
 
@@ -370,7 +365,7 @@ def _nearest(key: object, keys: Mapping[str, object]) -> str:
     if not nearest:
 
         def likeness(existing: str) -> int:
-            return _common(existing, key) + _common(reversed(existing), reversed(key))
+            return equal_at_start(existing, key) + equal_at_start(reversed(existing), reversed(key))
 
         nearest = get_close_matches(key, nlargest(_COMPARED, keys, key=likeness), n=3)
     return f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""

@@ -104,8 +104,8 @@ def respelled(other: str, name: str, new: str) -> str:
     places = _shared_words(old_words, other_words)
     if places is None:
         return other
-    before = _common(old_words, new_words)
-    after = _common(old_words[before:][::-1], new_words[before:][::-1])
+    before = equal_at_start(old_words, new_words)
+    after = equal_at_start(old_words[before:][::-1], new_words[before:][::-1])
     replaced = range(before, len(old_words) - after)
     between = [word for word in new_words[before : len(new_words) - after] if word not in WRAPPERS]
     gone = [places[index] for index in replaced if index in places]
@@ -136,14 +136,9 @@ def _shared_words(words: Sequence[str], others: Sequence[str]) -> dict[int, int]
     return dict(ordered) if shorter is words else {place: index for index, place in ordered}
 
 
-def _common(words: Sequence[str], others: Sequence[str]) -> int:
-    """How many words both begin with."""
-    count = 0
-    for word, other in zip(words, others, strict=False):
-        if word != other:
-            break
-        count += 1
-    return count
+def equal_at_start(items: Iterable[object], others: Iterable[object]) -> int:
+    """How many items both begin with: words or characters of a name, keys of a path."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(items, others, strict=False)))
 
 
 def leading_wrappers(name: str) -> str:

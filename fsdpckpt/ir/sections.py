@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, NamedSection
 from fsdpckpt.ir.frame import Frame, placed
-from fsdpckpt.ir.names import clean, without_module
+from fsdpckpt.ir.names import clean, equal_at_start, without_module
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.values import Key, Value, leaf_tensors
 
@@ -99,7 +99,7 @@ def model_of(checkpoint: Checkpoint, optimizer: NamedSection) -> ModelState | No
         with_names = [each for each in candidates if _are_names_of(keys, list(map(clean, each[1].params)))]
         candidates = with_names or candidates
     if len(candidates) > 1:
-        beside = [_common(each[0], optimizer.path) for each in candidates]
+        beside = [equal_at_start(each[0][:-1], optimizer.path[:-1]) for each in candidates]  # outer containers
         closest = [each for each, keys in zip(candidates, beside, strict=True) if keys == max(beside) > 0]
         if len(closest) == 1:  # ``{"stages": {0: {"model": ..., "optimizer": ...}, 1: ...}}``
             return closest[0][1]
@@ -141,14 +141,6 @@ def _largest_shape(values: Iterable[Value]) -> tuple[int, ...]:
 def _are_names_of(keys: Sequence[str], names: Sequence[str]) -> bool:
     """Whether ``keys`` are among ``names``. One of both may be from before DistributedDataParallel."""
     return set(without_module(keys, names)) <= set(without_module(names, keys))
-
-
-def _common(path: Sequence[Key], other: Sequence[Key]) -> int:
-    """How many of the outer containers of two sections are the same."""
-    pairs = zip(path[:-1], other[:-1], strict=False)
-    return next(
-        (depth for depth, (first, second) in enumerate(pairs) if first != second), min(len(path), len(other)) - 1
-    )
 
 
 def _number(path: Sequence[Key]) -> int | None:
