@@ -151,16 +151,16 @@ def _lists_an_optimizer(parts: Groups, checkpoint: Checkpoint, section: NamedSec
     if section is None or section.section is not Section.MODEL or view.model is None or not parts:
         return False
     listing = model_names(view, section.label)
-    known = listing is not None and listing.ordered
-    position = {name: place for place, name in enumerate(listing.names)} if listing is not None and known else None
+    position: dict[str, int] | None = None
+    if listing is not None and listing.ordered:
+        position = {name: place for place, name in enumerate(listing.names)}
     names = tuple(chain(*parts))
-    for named in checkpoint.named:
-        optim = named.content
-        if isinstance(optim, ModelState) or model_of(checkpoint, named) is not view.model:
-            continue
-        if groups_by_user(names, parts, optim, position) is not None:
-            return True
-    return False
+    return any(
+        not isinstance(named.content, ModelState)
+        and model_of(checkpoint, named) is view.model
+        and groups_by_user(names, parts, named.content, position) is not None
+        for named in checkpoint.named
+    )
 
 
 def _buffers(globs: tuple[str, ...], checkpoint: Checkpoint, names: Sequence[str]) -> tuple[str, ...]:
