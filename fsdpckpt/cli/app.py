@@ -142,7 +142,7 @@ def command(
 ) -> Callable[..., int]:
     """A function that typer turns into a command.
 
-    ``body`` gets an Streams, the value of each of ``arguments`` (name, metavar, help text), and one of each of
+    ``body`` gets a Streams, the value of each of ``arguments`` (name, metavar, help text), and one of each of
     ``records``, filled from the command line. ``needs``: a module that takes long to import, imported while a signal
     still ends the process at once.
     """

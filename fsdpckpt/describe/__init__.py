@@ -7,10 +7,10 @@ from fsdpckpt.describe.run import Run, RunCheckpoint, describe_run
 
 __all__ = [
     "Description",
+    "FileGrid",
     "FileState",
     "FilesOfRanks",
     "Incomplete",
-    "FileGrid",
     "Run",
     "RunCheckpoint",
     "SectionSummary",
