@@ -21,14 +21,15 @@ from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.dtypes import DType, cast, numpy_dtype
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, FilePlan, Plan, StridedBatch, rows_within, strided_batches
+from fsdpckpt.plan.streams import SHORTEST_IN_PLACE
 from fsdpckpt.plan.transfer import Window
 from fsdpckpt.storage import is_remote
 from fsdpckpt.storage.local import BLOCK, aligned_buffer
 from fsdpckpt.storage.remote_file import REQUEST_COST
 from fsdpckpt.storage.sources import Sources
 
-# All in bytes. Larger ranges are read straight into their place in the window; smaller neighbours share a read.
-MIN_IN_PLACE = 128 * 1024
+# All in bytes. Ranges from SHORTEST_IN_PLACE on are read straight into their place in the window; smaller neighbours
+# share a read.
 MAX_GAP = 32 * 1024  # between two small ranges on a disk: cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # rows of this width or more are read one by one from a disk, narrower ones in one span
 MIN_SUMMED = 128 * 1024  # bytes of a piece whose checksum is kept: a shorter one is summed again in less time
@@ -147,7 +148,7 @@ class Assembler:
         table = np.stack([file, source, first - begin, nbytes])[:, inside]
         table = table[:, np.lexsort((table[1], table[0]))]
         widest_gap = self._reader.widest_gap[table[0]]
-        large = table[3] >= np.maximum(MIN_IN_PLACE, widest_gap)
+        large = table[3] >= np.maximum(SHORTEST_IN_PLACE, widest_gap)
         for number, offset, position, length in table[:, large].T.tolist():
             self._read_summed(number, offset, view, position, length)
         table, widest_gap = table[:, ~large], widest_gap[~large]

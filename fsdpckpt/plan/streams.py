@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fsdpckpt.ir.tensors import Int64Array
 
-SHORTEST_IN_PLACE = 128 * 1024  # bytes of a part; an assembler reads one of this length straight into its window
+SHORTEST_IN_PLACE = 128 * 1024  # bytes: a part or range of this length is read straight into its window
 MOST_OF_A_WINDOW = 15 / 16  # that one rank sends in place, more than half of it: the gaps travel too
 ALIGNMENT = 4096  # bytes, as direct writes need it
 

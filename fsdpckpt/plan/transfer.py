@@ -166,8 +166,8 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Need:
-    """What rank ``owner`` cannot read: copies by segment, all of their parts, and the stream of each rank that sends
-    some.
+    """What rank ``owner`` cannot read: copies by segment, all of their parts, and the streams of the ranks that send
+    some: of each to the rank that plans, and to others only its own.
     """
 
     owner: int
@@ -201,7 +201,7 @@ def plan_transfers(
         owned.setdefault(segment.owner, []).append(number)
     served = (~seen_by & (senders == rank)).any(axis=0)
     served[rank] = True
-    search = _NeedSearch(plan, segments, seen_by, senders, window, round_bytes, written)
+    search = _NeedSearch(plan, segments, seen_by, rank, senders, window, round_bytes, written)
     needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if served[owner]]
     rounds = max((need.rounds for need in needs), default=0)
     own_need = next(need for need in needs if need.owner == rank)
@@ -245,6 +245,7 @@ class _NeedSearch:
     plan: Plan
     segments: Sequence[Segment]
     seen_by: SeenBy
+    rank: int
     senders: Int64Array
     window: int
     round_bytes: int
@@ -279,6 +280,7 @@ class _NeedSearch:
         streams = {
             sender: lay_out_stream(needed_parts, sender, in_place, windows, round_of, rounds)
             for sender in sorted(set(needed_parts.sender.tolist()))
+            if self.rank in (owner, sender)  # this rank takes no part in the others
         }
         return _Need(owner, windows, copies, needed_parts, streams, rounds)
 
