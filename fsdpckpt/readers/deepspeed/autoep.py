@@ -26,12 +26,11 @@ from fsdpckpt.readers.deepspeed.autotp import MAP_VERSION, shards_of_map
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup, is_count
 from fsdpckpt.readers.deepspeed.patterns import MapError
 from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, ExpertFile, unsupported
-from fsdpckpt.readers.deepspeed.step import StateDict, StepFile, as_mapping, contradiction
+from fsdpckpt.readers.deepspeed.step import AUTOEP_LAYERS, StateDict, StepFile, as_mapping, contradiction
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, Piece, RankGrid, Shape, Shards, shard_of
 from fsdpckpt.text import plural
 
-AUTOEP_LAYERS = "ds_autoep_layers"
 _OF_ALL_RANKS = (
     "moe_layer_id", "num_experts", "num_local_experts", "ep_size", "expert_placement", "affine_maps",
     "expert_key_prefix", "expert_data_parallel_world_size",
@@ -121,15 +120,15 @@ class AutoExperts:
 
         Raises SourceIncompleteError that lists the experts without a file, SourceCorruptError for one that has others.
         """
-        layers = {layer.number: layer for layer in self.layers}
-        holders: dict[int, list[int]] = {}
+        layers: dict[int | None, AutoEpLayer] = {layer.number: layer for layer in self.layers}
+        holders: dict[int | None, list[int]] = {}
         for number, (expert, _) in enumerate(files):
-            holders.setdefault(-1 if expert.layer is None else expert.layer, []).append(number)
+            holders.setdefault(expert.layer, []).append(number)
         grid = RankGrid(1, len(files))
         opened: list[tuple[StepFile, StateDict]] = []
         found: set[tuple[int, int]] = set()
         for number, (expert, file) in enumerate(files):
-            layer = layers.get(-1 if expert.layer is None else expert.layer)
+            layer = layers.get(expert.layer)
             if layer is None or expert.expert >= layer.count:
                 raise contradiction(file.path, f"it is of an expert that is not in {AUTOEP_LAYERS}")
             entries: StateDict = {}
@@ -169,7 +168,6 @@ def auto_experts(directory: str, files: Sequence[StepFile], ranks: int) -> AutoE
         return None
     first = files[0]
     layers: list[AutoEpLayer] = []
-    sizes: set[int] = set()
     entries = _entries(found[0], first.path)
     for file, own in zip(files, found, strict=True):
         others = _entries(own, file.path)
@@ -182,11 +180,10 @@ def auto_experts(directory: str, files: Sequence[StepFile], ranks: int) -> AutoE
             raise contradiction(file.path, f"its {AUTOEP_LAYERS} are not those of the first rank")
     for entry in entries:
         try:
-            layer = _layer(entry)
+            layers.append(_layer(entry))
         except MapError as error:
             raise contradiction(first.path, f"its {AUTOEP_LAYERS} contradict themselves: {error}") from None
-        layers.append(layer)
-        sizes.add(len(layer.experts))
+    sizes = {len(layer.experts) for layer in layers}
     if len(sizes) > 1:
         raise unsupported(directory, "experts", [first.path], "one number of expert-parallel ranks", str(sorted(sizes)))
     (size,) = sizes

@@ -17,7 +17,7 @@ from fsdpckpt.errors import SourceCorruptError, damaged
 from fsdpckpt.formats.torch import TorchArchive, notes_on_dropped
 from fsdpckpt.formats.torch.tensors import StoredTensor, size_of
 from fsdpckpt.formats.zip import top_folder
-from fsdpckpt.ir.checkpoint import Checksums, Note
+from fsdpckpt.ir.checkpoint import Checksums, Note, Problem
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup, PartitionError, Slice, is_count, partitions_of_params
@@ -37,6 +37,7 @@ StateDict: TypeAlias = dict[Key, object]
 _RANK = re.compile(r"^((?:bf16_|fp16_)?zero_pp_rank_)(\d{1,5})(_mp_rank_\d{1,5}_(?:optim|model)_states)$")
 _MODEL_RANK = re.compile(r"^(?:.*_)?mp_rank_(\d{1,5})_(?:optim|model)_states$", re.DOTALL)
 MAX_RANKS = 100_000  # names have five digits
+AUTOEP_LAYERS = "ds_autoep_layers"
 _MAX_NAMES = 4
 _DESCRIBED = frozenset({
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names",
@@ -320,13 +321,17 @@ class ModuleStates:
         """
         fragments = self._fragments()
         merged = merge_files(self.files, [self._untrained_in(file, exclude, fragments) for file in self.files])
-        for file, entries in self.layers:  # the data of each is in its own file
-            own = {name: value for name, value in entries.items() if name not in exclude}
-            section_of(merged, "model").update(section_of(merge_files([file], [{"model": own}]), "model"))
-        experts = self._of_experts(lambda name: name not in exclude)
-        section_of(merged, "model").update(section_of(experts, "model"))
-        merged.problems += experts.problems
+        merged.problems += self._add_separate(section_of(merged, "model"), lambda name: name not in exclude)
         return merged
+
+    def _add_separate(self, model: dict[Key, Value], wanted: Callable[[Key], bool]) -> list[Problem]:
+        """Add to ``model`` the wanted entries that are in files of their own; what is wrong with those of experts."""
+        for file, entries in self.layers:  # the data of each is in its own file
+            own = {name: value for name, value in entries.items() if wanted(name)}
+            model.update(section_of(merge_files([file], [{"model": own}]), "model"))
+        experts = self._of_experts(wanted)
+        model.update(section_of(experts, "model"))
+        return experts.problems
 
     def _of_experts(self, wanted: Callable[[Key], bool]) -> PartContents:
         """The wanted weights of AutoEP's experts, of which each file has a part."""
@@ -342,15 +347,14 @@ class ModuleStates:
         """The module's own weights of the ``trained`` parameters. Under ZeRO 3 it has none."""
         if self.partitioned:
             return {}
-        none = _Fragments(Partitions(self.grid, {}), {})
-        roots: list[StateDict] = [
-            {"model": self._model_in(file, lambda name: name in trained, none)} for file in self.files
-        ]
+
+        def wanted(name: Key) -> bool:
+            return name in trained
+
+        fragments = self._fragments()  # none without ZeRO 3
+        roots: list[StateDict] = [{"model": self._model_in(file, wanted, fragments)} for file in self.files]
         found = section_of(merge_files(self.files, roots), "model")
-        for file, entries in self.layers:
-            own = {name: value for name, value in entries.items() if name in trained}
-            found.update(section_of(merge_files([file], [{"model": own}]), "model"))
-        found.update(section_of(self._of_experts(lambda name: name in trained), "model"))
+        self._add_separate(found, wanted)
         return {str(name): leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
 
     def in_order(self, leaves: Mapping[Key, Value]) -> dict[Key, Value]:
@@ -371,7 +375,7 @@ class ModuleStates:
 
     def _untrained_in(self, file: StepFile, exclude: Collection[str], fragments: _Fragments) -> StateDict:
         model = self._model_in(file, lambda name: name not in exclude, fragments)
-        described = _DESCRIBED | {MAP_INFO, "ds_autoep_layers"} if self.shards or self.experts else _DESCRIBED
+        described = _DESCRIBED | {MAP_INFO, AUTOEP_LAYERS} if self.shards or self.experts else _DESCRIBED
         extra = {key: plain(value) for key, value in file.root.items() if key not in described}
         if self.recorded or extra.get("optimizer") is None:  # a copy of rank 0's part; else the user's own
             extra.pop("optimizer", None)
