@@ -24,7 +24,8 @@ _OF_MEGATRON = re.compile(r"word_embeddings|linear_(?:qkv|proj|fc[12])|query_key
 _WORDS = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.weight$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")  # of torch_dist: one tensor of all layers
-_EXPERT = re.compile(r"\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d+$))(\d{1,6})")
+EXPERT = r"experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d+$))"  # precedes its number
+_EXPERT = re.compile(rf"\.{EXPERT}(\d{{1,6}})")
 
 
 def parallel_sizes(root: Mapping[Key, Value], path: str) -> dict[str, int]:

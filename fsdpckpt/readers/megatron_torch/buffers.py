@@ -17,7 +17,7 @@ from fsdpckpt.formats.torch import local_tensor
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
-from fsdpckpt.readers.megatron_torch.names import is_of_expert
+from fsdpckpt.readers.megatron_torch.names import of_optimizer
 from fsdpckpt.readers.same_weights import first_different
 from fsdpckpt.readers.torch_ranks.rank_files import RankFile
 from fsdpckpt.storage.sources import Sources
@@ -95,17 +95,8 @@ def parameters_in(
     for number, buffers in enumerate(optimizers):
         if buffers is None:
             continue
-        lists = [
-            of_dtype
-            for chunk in chunks
-            for of_dtype in _by_dtype(
-                {
-                    name: copy
-                    for name, copy in chunk.items()
-                    if len(optimizers) == 1 or is_of_expert(name) is (number == 1)
-                }
-            )
-        ]
+        own = [of_optimizer(chunk, number, len(optimizers)) for chunk in chunks]
+        lists = [of_dtype for chunk in own for of_dtype in _by_dtype(chunk)]
         if len(lists) != len(buffers) or len(optimizers) > 2:
             return None
         for copies, buffer in zip(lists, buffers, strict=True):

@@ -13,19 +13,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from fsdpckpt.ir.values import Key
 from fsdpckpt.readers.megatron_torch.layout import Arguments, LayoutError
 from fsdpckpt.readers.megatron_torch.places import Grid, RankPlace
+from fsdpckpt.readers.recorded_parts import EXPERT
 
 StateDict = dict[Key, object]
+_Entry = TypeVar("_Entry")
 Chunk = tuple[int, int]
 """A part of the model that is one behind the other along the pipeline: which of its stage's, then the stage."""
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d{1,6})(\..+)$", re.DOTALL)
-_EXPERT = re.compile(
-    r"^(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)(?=\d+$)))(\d{1,6})(\..+)?$", re.DOTALL
-)
+_EXPERT = re.compile(rf"^(.*\.mlp\.{EXPERT})(\d{{1,6}})(\..+)?$", re.DOTALL)
 WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _UNTIED = "untie_embeddings_and_output_weights"
 
@@ -53,6 +54,13 @@ class NamesInModel:
 def is_of_expert(name: str) -> bool:
     """Whether only some expert-parallel ranks have the entry."""
     return _EXPERT.match(name) is not None
+
+
+def of_optimizer(entries: Mapping[str, _Entry], number: int, count: int) -> dict[str, _Entry]:
+    """The ``entries`` that the optimizer ``number`` of ``count`` has in Megatron's list: experts are in the second."""
+    if count == 1:
+        return dict(entries)
+    return {name: entry for name, entry in entries.items() if is_of_expert(name) is (number == 1)}
 
 
 def is_buffer(name: str) -> bool:

@@ -18,12 +18,10 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import SourceFile
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key
-from fsdpckpt.readers.megatron_torch.names import is_of_expert
+from fsdpckpt.readers.megatron_torch.names import StateDict, of_optimizer
 from fsdpckpt.readers.same_weights import first_different, names_by_value
 from fsdpckpt.readers.torch_ranks.rank_files import RankFile
 from fsdpckpt.storage.sources import Sources
-
-StateDict = dict[Key, object]
 
 OPTIMIZER = "optimizer"
 MASTERS = "fp32_from_fp16_params"
@@ -106,7 +104,7 @@ def names_of_groups(
         counts = [len(group.masters) for group in groups]
         if counts != [len(group.ids) for group in groups]:
             return None
-        own = _of_optimizer(weights, number, len(optimizer.optimizers))
+        own = of_optimizer(weights, number, len(optimizer.optimizers))
         masters = [local_tensor(master, file.file, file.rank) for group in groups for master in group.masters]
         found = _in_order(own, masters, counts, files, sources)
         found = names_by_value(weights, masters, files, sources) if found is None else found
@@ -116,13 +114,6 @@ def names_of_groups(
         names += [[next(left) for _ in range(count)] for count in counts]
     listed = list(chain.from_iterable(names))
     return names if listed and len(set(listed)) == len(listed) else None
-
-
-def _of_optimizer(weights: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
-    """The parameters that the optimizer ``number`` of ``count`` has in Megatron's list: experts are in the second."""
-    if count == 1:
-        return dict(weights)
-    return {name: weight for name, weight in weights.items() if is_of_expert(name) is (number == 1)}
 
 
 def _in_order(
