@@ -96,7 +96,8 @@ def _matches(rule: MapRule, name: str) -> Iterable[tuple[MapRule, dict[str, str]
 
 def _can_be_written(rule: MapRule, words: Mapping[str, str]) -> bool:
     """Whether each word of which a number is computed is one, and no number would be below zero."""
-    if not all(NUMBER.fullmatch(words[place]) for place in rule.numbers & words.keys()):
+    computed = (place for pattern in (*rule.sources, *rule.targets) for place in pattern.computed)
+    if not all(NUMBER.fullmatch(words[place]) for place in computed if place in words):
         return False
     return all(pattern.can_write(words) for pattern in rule.targets)
 

@@ -87,8 +87,18 @@ class Pattern:
             raise ValueError(f"{self.text!r} has {{{twice}}} twice")
 
     @cached_property
+    def _parts(self) -> tuple[str | Placeholder, ...]:
+        """The text between the braces, and what is in them, in order."""
+        parts: list[str | Placeholder] = []
+        end = 0
+        for match in _PLACE.finditer(self.text):
+            parts += [self.text[end : match.start()], _place(match)]
+            end = match.end()
+        return (*parts, self.text[end:])
+
+    @cached_property
     def _places(self) -> tuple[Placeholder, ...]:
-        return tuple(map(_place, _PLACE.finditer(self.text)))
+        return tuple(part for part in self._parts if isinstance(part, Placeholder))
 
     @cached_property
     def places(self) -> frozenset[str]:
@@ -96,23 +106,16 @@ class Pattern:
         return frozenset(name for place in self._places for name in place.names)
 
     @cached_property
-    def numbers(self) -> frozenset[str]:
-        """Those of which something is computed: only numbers can stand for them, also in other patterns."""
-        return frozenset(name for place in self._places if place.is_number for name in place.names)
-
-    @cached_property
     def computed(self) -> Mapping[str, Placeholder]:
-        """The places of ``numbers``, by each of their names."""
+        """The places of which something is computed, by each of their names: only numbers can stand for these, also in
+        other patterns.
+        """
         return {name: place for place in self._places if place.is_number for name in place.names}
 
     @cached_property
     def _expression(self) -> re.Pattern[str]:
-        parts: list[str] = []
-        end = 0
-        for match, place in zip(_PLACE.finditer(self.text), self._places, strict=True):
-            parts += [re.escape(self.text[end : match.start()]), f"({place.expression})"]
-            end = match.end()
-        return re.compile("".join([*parts, re.escape(self.text[end:])]), re.DOTALL | re.ASCII)
+        parts = (re.escape(part) if isinstance(part, str) else f"({part.expression})" for part in self._parts)
+        return re.compile("".join(parts), re.DOTALL | re.ASCII)
 
     def match(self, name: str) -> dict[str, str] | None:
         """What each name in braces stands for in ``name``; None if it does not match."""
@@ -137,15 +140,11 @@ class Pattern:
         return "".join(self._written(words))
 
     def _written(self, words: Mapping[str, str]) -> Iterator[str]:
-        end = 0
-        for match, place in zip(_PLACE.finditer(self.text), self._places, strict=True):
-            yield self.text[end : match.start()]
-            text = place.written(words)
+        for part in self._parts:
+            text = part if isinstance(part, str) else part.written(words)
             if text is None:
                 raise InternalError(f"{self.text} has no name for {dict(words)}")
             yield text
-            end = match.end()
-        yield self.text[end:]
 
     def __str__(self) -> str:
         return self.text

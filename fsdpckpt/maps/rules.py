@@ -39,11 +39,6 @@ class MapRule:
         return next((step.place for step in self.steps if isinstance(step, Unstack)), None)
 
     @property
-    def numbers(self) -> frozenset[str]:
-        """The places of which a name has a sum or a product: what stands there has to be a number."""
-        return frozenset(name for pattern in (*self.sources, *self.targets) for name in pattern.numbers)
-
-    @property
     def renames_alone(self) -> bool:
         return not self.steps and not self.copies
 
