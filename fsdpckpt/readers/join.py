@@ -199,10 +199,10 @@ def _unmatched_names_of_sections(checkpoint: Checkpoint) -> list[Note]:
     """The same notes for the optimizers of further models, each with the model that it updates."""
     notes: list[Note] = []
     for section in checkpoint.named:
-        model = model_of(checkpoint, section) if isinstance(section.content, Optimizer) else None
-        if model is None or not isinstance(section.content, Optimizer):
+        optim = section.content
+        if not isinstance(optim, Optimizer) or (model := model_of(checkpoint, section)) is None:
             continue
-        missing, _ = _names_without_parameter(model, section.content)
+        missing, _ = _names_without_parameter(model, optim)
         if missing:
             note = _unmatched(missing)
             notes.append(replace(note, message=f"{section.label}: {note.message}"))
