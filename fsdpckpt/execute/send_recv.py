@@ -102,7 +102,9 @@ class TransferRun:
         return torch.from_numpy(self.buffers.part(peer, number, offset, count))
 
     def require_what_was_sent(self, sums: Sequence[Mapping[int, int]]) -> None:
-        """Raises WorkerError if this rank did not receive what was sent to it. ``sums[s]``: ``sent`` of rank s."""
+        """Raises WorkerError if this rank did not receive what was sent to it. ``sums[s]``: the
+        ``SentSums.by_rank`` of rank s.
+        """
         rank = self._group.rank
         self.reader.require_what_was_sent(
             {sender: sent[rank] for sender, sent in enumerate(sums) if rank in sent}, self._transfers.received
