@@ -138,7 +138,8 @@ def _require_complete(use: Use, source: str) -> None:
     positions = range(len(rule.sources)) if len(rule.sources) > 1 else (None,)
     numbers: Sequence[int | None] = (None,)
     if rule.stacked is not None:
-        numbers = range(max(number or 0 for _, number in use.sources) + 1)
+        last = max(number or 0 for _, number in use.sources)
+        numbers = range(max(last + 1, _stated_count(rule)))
     missing = [
         _source_name(rule.sources[position or 0], use.words, rule.stacked, number)
         for position in positions
@@ -154,6 +155,12 @@ def _require_complete(use: Use, source: str) -> None:
             why="it was left out when the checkpoint was saved or selected, or the map is of another model",
             next_step=to_copy("see the names", flags.command("inspect", source, flags.names_only)),
         )
+
+
+def _stated_count(rule: MapRule) -> int:
+    """How many tensors a pattern says that the rule stacks: eight for ``{rank*8+expert}``; 0 if none says it."""
+    computed = [pattern.computed.get(rule.stacked or "") for pattern in rule.sources]
+    return max((place.times for place in computed if place is not None and place.names[-1] == rule.stacked), default=0)
 
 
 def _source_name(pattern: Pattern, words: Mapping[str, str], place: str | None, number: int | None) -> str:
@@ -191,7 +198,8 @@ def require_bijection(layout_map: LayoutMap, new_names: Iterable[tuple[str, Use]
             raise _wrong(
                 layout_map,
                 f"{use.rule} makes {name}, and its inverse does not lead back to {origin}",
-                "patterns with {name*} can match in several ways",
+                "a factor is too small (rank 0 of {rank*8+expert} has no expert 8), or patterns with {name*} match in "
+                "several ways",
                 name,
             )
 

@@ -130,3 +130,18 @@ def test_a_factor_that_is_too_small_is_refused(tmp_path: Path, names: list[str],
     saved(tmp_path, names)
     with pytest.raises(UsageError, match=r"does not lead back|would be made of"):
         convert(tmp_path, "made.pt", rule)
+
+
+def test_a_factor_says_how_many_are_stacked(tmp_path: Path) -> None:
+    """The last of all is missing as any other is."""
+    rule = {"from": "e.{rank*4+e}.w", "to": "rank{rank}.w", "steps": [{"stack": "e"}]}
+    expected = saved(tmp_path, [f"e.{n}.w" for n in range(8)])
+    made = convert(tmp_path, "made.pt", rule)["model"]
+    assert torch.equal(made["rank1.w"], torch.stack([expected[f"e.{n}.w"] for n in range(4, 8)]))
+    for lost in (7, 3):
+        saved(tmp_path, [f"e.{n}.w" for n in range(8) if n != lost])
+        with pytest.raises(SourceIncompleteError, match=rf"e\.{lost}\.w is missing"):
+            convert(tmp_path, "lost.pt", rule)
+    saved(tmp_path, [f"e.{n}.w" for n in range(8)])
+    ranks = {**rule, "to": "e{e}.w", "steps": [{"stack": "rank"}]}  # as many as there are
+    assert convert(tmp_path, "ranks.pt", ranks)["model"]["e3.w"].shape == (2, 3, 5)
