@@ -56,9 +56,10 @@ def compare(
         if units is not None:
             a, b = (rename_shared_states(each, units) for each in (a, b))
     saved, bare = (a, b), any(map(has_bare_names, (a, b)))
-    a, b = (without_wrappers(each, bare=bare) for each in saved)
+    unwrapped = [without_wrappers(each, bare=bare) for each in saved]
+    a, b = (each.checkpoint for each in unwrapped)
     matched = match_optimizers(a, b)
-    notes = [UNWRAPPED] if a is not saved[0] or b is not saved[1] else []
+    notes = [UNWRAPPED] if any(each.shortened for each in unwrapped) else []
     notes += _one_of_several_copies(saved)
     flavors = (a.flavor, b.flavor)
     leaves_a = leaves_of(a, {}, matched.positions, flavors)
@@ -149,10 +150,11 @@ def _named_leaves(
     sides: tuple[Checkpoint, Checkpoint], a: NamedSection | None, b: NamedSection | None, *, bare: bool
 ) -> tuple[Leaves, Leaves, list[str]]:
     """The leaves of one named section of A and of that of B, by addresses below A's place, and notes."""
-    alone_a, alone_b = (
+    unwrapped = [
         without_wrappers(alone(side, named), bare=bare) if named is not None else None
         for side, named in zip(sides, (a, b), strict=True)
-    )
+    ]
+    alone_a, alone_b = (None if each is None else each.checkpoint for each in unwrapped)
     matched = match_optimizers(alone_a, alone_b) if alone_a is not None and alone_b is not None else Match()
     place = a or b
     if place is None:
@@ -164,7 +166,8 @@ def _named_leaves(
             address.below(place.path): value for address, value in leaves.items() if address.section is place.section
         }
 
-    notes = [f"{place.label}: {note}" for note in matched.notes]
+    own = [UNWRAPPED] if any(each is not None and each.shortened for each in unwrapped) else []
+    notes = [f"{place.label}: {note}" for note in (*own, *matched.notes)]
     return below(alone_a, {}), below(alone_b, matched.keys), notes
 
 

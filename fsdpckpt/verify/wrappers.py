@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean, without_fsdp
@@ -25,14 +26,21 @@ def has_bare_names(checkpoint: Checkpoint) -> bool:
     return checkpoint.layout is Layout.FLATTENED or flat or is_weights_only(checkpoint)
 
 
-def without_wrappers(checkpoint: Checkpoint, *, bare: bool) -> Checkpoint:
+class Unwrapped(NamedTuple):
+    """A checkpoint without prefixes of wrapper modules; ``shortened``: whether a name had one."""
+
+    checkpoint: Checkpoint
+    shortened: bool
+
+
+def without_wrappers(checkpoint: Checkpoint, *, bare: bool) -> Unwrapped:
     """``checkpoint`` without the prefixes of wrapper modules that depend on the layout: those of FSDP1 in the
     optimizer's names, which ``FSDP.optim_state_dict`` drops. ``bare``: without all of them.
     """
     model, optim = checkpoint.model, checkpoint.optim
     of_optim = _shortened(optim.all_keys() if optim is not None else (), clean if bare else without_fsdp)
     of_model = _shortened(model.params if model is not None and bare else (), clean)
-    return with_spellings(checkpoint, of_model, of_optim)
+    return Unwrapped(with_spellings(checkpoint, of_model, of_optim), bool(of_model or of_optim))
 
 
 def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[str, str]:

@@ -144,3 +144,25 @@ def test_globs_take_a_section_by_its_name_by_its_keys_or_by_its_own_names(glob: 
     for content, section in zip(found, ("critic", "actor"), strict=True):
         assert content["model"].keys() == SHAPES[section].keys()  # the only one that is left
         assert content["optimizer"]["state"].keys() == SHAPES[section].keys()
+
+
+def test_the_optimizers_order_is_no_contradiction_to_the_units_of_models(tmp_path: Path) -> None:
+    truth = saved(tmp_path / "ids.pt")
+    listed = written(tmp_path / "order.txt", prefixes={"actor": "actor.", "critic": "critic."})
+    listed.write_text(listed.read_text().replace("\n\n", "\n"))  # groups that blank lines divide are an optimizer's
+    fsdpckpt.convert(
+        tmp_path / "ids.pt",
+        tmp_path / "flat",
+        to="flattened",
+        world_size=2,
+        unit="none",
+        use_orig_params=True,
+        buffers="none",
+        parameters=listed,
+    )
+    assert fsdpckpt.diff(tmp_path / "ids.pt", tmp_path / "flat", parameters=listed).same
+    fsdpckpt.convert(tmp_path / "flat", tmp_path / "out.pt", to="full", key_type="name", parameters=listed)
+    assert all(torch.equal(value, truth[name]) for name, value in states(tmp_path / "out.pt", truth).items())
+    other = written(tmp_path / "other.txt", prefixes={"actor": "actor.", "critic": "critic.x"})
+    with pytest.raises(FsdpckptError, match=r"xh\.r\.weight in parameters"):
+        fsdpckpt.convert(tmp_path / "flat", tmp_path / "not.pt", to="full", key_type="name", parameters=other)

@@ -31,3 +31,20 @@ def test_wrappers_are_spoken_of_where_there_are_any(tmp_path: Path, wrapped: boo
     found = fsdpckpt.diff(a, b)
     assert found.same
     assert (UNWRAPPED in found.notes) is wrapped
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_wrappers_in_the_names_of_one_of_several_models_are_spoken_of(tmp_path: Path, wrapped: bool) -> None:
+    sides: list[Path] = []
+    for side in ("a", "b"):
+        name = "_fsdp_wrapped_module.w" if wrapped and side == "b" else "w"
+        group = torch.optim.SGD([nn.Parameter(torch.ones(2, 3))], lr=0.1, momentum=0.9).state_dict()["param_groups"][0]
+        state = {"state": {name: {"momentum_buffer": torch.ones(2, 3)}}, "param_groups": [{**group, "params": [name]}]}
+        model = {"w": torch.ones(2, 3)}
+        sides.append(tmp_path / f"{side}.pt")
+        torch.save({"x": {"model": model, "optimizer": state}, "y": {"model": model, "optimizer": state}}, sides[-1])
+    found = fsdpckpt.diff(*sides)
+    assert found.same
+    assert [note for note in found.notes if note.endswith(UNWRAPPED)] == (
+        [f"optim:x: {UNWRAPPED}", f"optim:y: {UNWRAPPED}"] if wrapped else []
+    )

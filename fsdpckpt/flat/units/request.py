@@ -211,9 +211,13 @@ def target_reference(request: UnitsRequest, present: Collection[str], sources: S
     return names.selected(name_of)
 
 
-def require_agreement(units: Units, request: UnitsRequest, sources: Sources, described: str) -> None:
-    """Raises SourceCorruptError if other options contradict ``units``; ``described``: their name in the message."""
-    wrong = option_contradictions(units, request, sources)
+def require_agreement(
+    units: Units, request: UnitsRequest, sources: Sources, described: str, *, of_model: bool = False
+) -> None:
+    """Raises SourceCorruptError if other options contradict ``units``; ``described``: their name in the message.
+    ``of_model``: as for ``option_contradictions``.
+    """
+    wrong = option_contradictions(units, request, sources, of_model=of_model)
     if not wrong:
         return
     options = {flags.unit: request.globs, flags.parameters: request.parameters, flags.reference: request.reference}
@@ -226,12 +230,19 @@ def require_agreement(units: Units, request: UnitsRequest, sources: Sources, des
     )
 
 
-def option_contradictions(units: Units, request: UnitsRequest, sources: Sources) -> list[str]:
-    """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty if they agree."""
+def option_contradictions(
+    units: Units, request: UnitsRequest, sources: Sources, *, of_model: bool = False
+) -> list[str]:
+    """What ``--unit``, ``--parameters`` and ``--reference`` contradict in ``units``; empty if they agree.
+
+    ``of_model``: whether they are those of a model without its optimizer. They say nothing of the order in which that
+    lists the parameters, and ``--parameters`` may have it.
+    """
     wrong = list(_wrapping_contradictions(units, request.globs))
     if request.parameters is not None:
         given = tuple(request.names_in(request.parameters, units.parameters).values())
-        wrong += () if _lists_groups(units, given) else _order_contradictions(units, given)
+        agreed = _lists_groups(units, given) or (of_model and sorted(given) == sorted(units.parameters))
+        wrong += () if agreed else _order_contradictions(units, given)
     names = target_reference(request, units.parameters, sources)
     if names is not None:
         contradicted = [*name_contradictions(units, names, whole_model=False)]

@@ -118,7 +118,8 @@ def _given_units(
             next_step=_SAVED,
             file=label,
         )
-    require_agreement(requested, request, sources, f"the units of {label}")
+    of_model = checkpoint.optim is None
+    require_agreement(requested, request, sources, f"the units of {label}", of_model=of_model)
     return ResolvedUnits(result.units, result, (f"units: from {label}",))
 
 
