@@ -336,3 +336,11 @@ def test_tied_words_that_differ_between_stages_are_found(tmp_path: Path) -> None
 
     problems = fsdpckpt.verify(Run(**RUNS["tied words"]).save(tmp_path / "run", change)).problems
     assert any(WORD_EMBEDDINGS in str(problem.key) for problem in problems), problems
+
+
+def test_states_that_no_group_lists_are_not_left_out(tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer"]["optimizer"]["state"][99] = {"exp_avg": torch.ones(2)}
+
+    with pytest.raises(SourceCorruptError, match="states of parameters that no param group lists"):
+        opened(Run(**RUNS["stages"]).save(tmp_path / "run", change))

@@ -87,6 +87,15 @@ def _groups(entry: StateDict, inner: object) -> list[RankGroup] | None:
     return found
 
 
+def unlisted_states(optimizer: RankOptimizer) -> list[Key]:
+    """The keys of states that no param group of their optimizer lists."""
+    unlisted: list[Key] = []
+    for groups in optimizer.optimizers:
+        listed = list(chain.from_iterable(group.ids for group in groups))
+        unlisted += [key for key in (groups[0].state if groups else ()) if key not in listed]
+    return unlisted
+
+
 def names_of_groups(
     file: RankFile,
     optimizer: RankOptimizer,

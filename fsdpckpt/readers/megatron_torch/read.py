@@ -20,7 +20,14 @@ from fsdpckpt.ir.values import Key, Object, Value, equal
 from fsdpckpt.readers.megatron_torch.buffers import PlacedParameter, flat_buffers, parameters_in
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
 from fsdpckpt.readers.megatron_torch.names import WORDS, StateDict, in_order, is_buffer, is_of_expert, names_of
-from fsdpckpt.readers.megatron_torch.optimizer import MASTERS, OPTIMIZER, RankOptimizer, names_of_groups, rank_optimizer
+from fsdpckpt.readers.megatron_torch.optimizer import (
+    MASTERS,
+    OPTIMIZER,
+    RankOptimizer,
+    names_of_groups,
+    rank_optimizer,
+    unlisted_states,
+)
 from fsdpckpt.readers.megatron_torch.places import BUFFERS_FILE, Grid, RankPlace
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
@@ -336,6 +343,16 @@ class _Iteration:
             if optimizer is None:
                 problems.append(_no_states(own.file))
                 return None
+            unlisted = unlisted_states(optimizer)
+            if unlisted:
+                raise damaged(
+                    own.file.archive.path,
+                    "its optimizer has states of parameters that no param group lists",
+                    "states of the ids in param_groups",
+                    f"also those of {some_of(unlisted, _MAX_SHOWN)}",
+                    why=_MIXED,
+                    next_step=_COPY_AGAIN,
+                )
             copies = {name: weight for name, weight in own.weights.items() if not is_buffer(name)}
             names = names_of_groups(own.file, optimizer, copies, self.table.files(), self.sources)
             if names is None:
