@@ -39,7 +39,7 @@ from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, require_key
 from fsdpckpt.producers.recognition import flavor_named
-from fsdpckpt.readers.protocol import MANIFEST
+from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.readers.side_files import auxiliary, section_of_name
 from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
@@ -99,15 +99,26 @@ def _why_refused(error: SourceError) -> str:
 
 def _may_hold_units(entry: Entry, sources: Sources) -> bool:
     """Whether the file is marked as a units file: near its beginning, or anywhere if its name is that of a units file
-    too.
+    too. One under the name that ``save_units`` uses may be empty or torn: a full disk leaves such files.
     """
     if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST:
         return False
     try:
         head = sources.open(entry.path).read(0, min(_UNITS_HEAD, entry.nbytes))
-        return _UNITS_MARK in head or ("units" in entry.name.lower() and _UNITS_MARK in _content(entry, sources))
+        if _UNITS_MARK in head or "units" not in entry.name.lower():
+            return _UNITS_MARK in head
+        content = _content(entry, sources)
+        return _UNITS_MARK in content or (entry.name == UNITS and not _is_json(content))
     except SourceError:  # a file beside the checkpoint that was not requested
         return False
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _content(entry: Entry, sources: Sources) -> bytes:

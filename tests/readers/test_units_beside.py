@@ -58,7 +58,7 @@ def test_a_file_that_says_late_what_it_is_is_a_units_file_only_by_name(
 
 def test_without_a_units_file_there_are_no_units(step: Path) -> None:
     (step / "config.json").write_text(json.dumps({"format": "pt"}))
-    (step / "units.json").write_text("[1, 2")
+    (step / "units.json").write_text("[1, 2]")
     (step / "notes.md").write_text('A units file has "format": "fsdpckpt-units".')
     (step / "folder.json").mkdir()
     (step / "gone.json").symlink_to("nowhere")
@@ -143,3 +143,15 @@ def test_units_that_differ_are_named_only_where_ids_need_them(key: int | str, ki
     for name, units in (("a.json", UNITS), ("b.json", OTHER)):
         write(tmp_path / name, units)
     assert [note.kind for note in opened(tmp_path / "model.pt").notes] == kinds
+
+
+@pytest.mark.parametrize("content", [b"", bytes(4096), b"[1, 2", b'{"for', b"\xff\xfe"])
+def test_a_torn_file_under_the_usual_name_is_not_taken_for_none(content: bytes, step: Path) -> None:
+    """A full disk leaves empty files, and a lost machine zeros: nothing in them says that they were units."""
+    (step / "other.json").write_bytes(content)
+    assert opened(step).origin.units_refused == ()
+    (step / "units.json").write_bytes(content)
+    found = opened(step)
+    (refused,) = found.origin.units_refused
+    assert f"{step / 'units.json'}: not a JSON document" in refused
+    assert [note.kind for note in found.notes if note.damage] == ["units-unreadable"]
