@@ -174,7 +174,7 @@ def _unit_flaws(unit: Unit, *, use_orig_params: bool) -> Iterator[str]:
             yield f"{unit}: only one of {param.name} and {following.name} requires gradients"
     inside = f"{unit.prefix}." if unit.prefix else ""
     outside = [p.name for p in unit.params if not p.name.startswith(inside) or p.name == inside]
-    yield from (f"{unit}: {name} is outside of it" for name in outside)
+    yield from (f"{unit}: {name} is outside it" for name in outside)
 
 
 def _stride_flaws(param: Parameter) -> Iterator[str]:

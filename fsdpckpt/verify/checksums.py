@@ -189,7 +189,7 @@ def check_ranges(
     problems = []
     for row in wrong.tolist():
         file, in_manifest = int(sums.file[row]), bool(ranges.in_manifest[row])
-        where = ", outside of its tensors" if in_manifest and file in with_records - with_wrong_records else ""
+        where = ", outside its tensors" if in_manifest and file in with_records - with_wrong_records else ""
         tensors_in = None if in_manifest and file in with_records else in_files
         problems.append(_mismatch(ranges, row, int(computed[row]), where, tensors_in))
     return [*unreadable, *problems]

@@ -149,7 +149,7 @@ def test_all_wrong_fields_are_listed() -> None:
         (setting(*PARAM, "name", to="h.bias"), "parameter h.bias is listed 2 times"),
         (setting("parameters", 0, to="h.bias"), "parameters: e.weight is missing"),
         (setting("parameters", 0, to="other"), "other is in no unit"),
-        (setting("units", 1, "prefix", to="l.1"), "l.0.c.weight is outside of it"),
+        (setting("units", 1, "prefix", to="l.1"), "l.0.c.weight is outside it"),
         (setting("units", 1, "prefix", to=""), "the root unit is listed 2 times"),
         (setting("units", 1, "params", to=[]), "unit 'l.0' has no parameters"),
         (setting(*PARAM, "dtype", to="bfloat16"), "one dtype"),
