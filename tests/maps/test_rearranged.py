@@ -149,7 +149,7 @@ def test_the_numbers_of_a_map_come_from_the_configuration_or_the_command(
         fsdpckpt.convert(
             tmp_path / "source.pt", tmp_path / "x.pt", reference=tmp_path / "base", map_value={"half": 2}, **options
         )
-    for given, what in (({"halves": 2}, "has no value halves"), ({"half": 0}, "no whole number")):
+    for given, what in (({"halves": 2}, "has no value halves"), ({"half": 0}, "not a whole number")):
         with pytest.raises(UsageError, match=what):
             fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "x.pt", map_value=given, **options)
     with pytest.raises(SourceUnsupportedError, match=r"rotary does not fit"):
