@@ -6,22 +6,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import cast
 
-from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, damaged
 from fsdpckpt.formats.torch import notes_on_dropped, read_archive
 from fsdpckpt.formats.torch.tensors import StoredTensor
-from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Problem, Section
+from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Problem
 from fsdpckpt.ir.values import Key, Object, Value, equal
-from fsdpckpt.readers.megatron_torch.buffers import PlacedParameter, flat_buffers, parameters_in
+from fsdpckpt.readers.megatron_torch.distributed import read_distributed
 from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
 from fsdpckpt.readers.megatron_torch.names import WORDS, StateDict, in_order, is_buffer, is_of_expert, names_of
 from fsdpckpt.readers.megatron_torch.optimizer import (
-    MASTERS,
     OPTIMIZER,
     RankOptimizer,
     names_of_groups,
@@ -29,6 +27,8 @@ from fsdpckpt.readers.megatron_torch.optimizer import (
     unlisted_states,
 )
 from fsdpckpt.readers.megatron_torch.places import BUFFERS_FILE, Grid, RankPlace
+from fsdpckpt.readers.megatron_torch.problems import COPY_AGAIN, MAX_SHOWN, mapping, no_states, uncut, unknown_order
+from fsdpckpt.readers.megatron_torch.rank_model import FORMAT, MODEL, Held
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -39,14 +39,11 @@ from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, shape_text, some_of
 
-_FORMAT = "megatron-torch"
-_MODEL, _ARGUMENTS = "model", "args"
+_ARGUMENTS = "args"
 _CHUNK = re.compile(r"^model(\d{1,3})$")
 _ITERATION = "iteration"
 _EXTRA_STATE = "_extra_state"
-_MAX_SHOWN = 6
 _MIXED = "files of two saves are mixed, or the copy is not complete"
-_COPY_AGAIN = "copy the checkpoint again"
 
 Numbers = tuple[int, ...]
 """Those in the name of a rank's directory."""
@@ -66,19 +63,6 @@ def read_megatron(directory: str, paths: Mapping[Numbers, str], table: FileTable
         number = table.add(path, source.nbytes)
         files.append(RankFile(rank, number, read_archive(source, number)))
     return _Iteration(directory, dict(zip(present, files, strict=True)), missing, table, sources).tree()
-
-
-@dataclass(slots=True)
-class _Held:
-    """One file's part of the model. ``weights``: by the names in the model, in the order of the file. ``others``: what
-    is no tensor. ``chunks``: the parameters of each chunk of the model.
-    """
-
-    file: RankFile
-    place: RankPlace
-    weights: dict[str, StoredTensor] = field(default_factory=dict)
-    others: StateDict = field(default_factory=dict)
-    chunks: list[dict[str, StoredTensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -102,25 +86,30 @@ class _Iteration:
         problems: list[Problem] = []
         optimizers = [rank_optimizer(self._root(file).get(OPTIMIZER)) for file in self.files]
         buffers = self._buffers() if any(optimizer is None for optimizer in optimizers) else []
-        distributed = self._distributed(buffers, held, shards, order, problems) if buffers else None
+        distributed = None
+        if buffers:
+            saved = self._root(self.files[0]).get(OPTIMIZER)
+            distributed = read_distributed(
+                self.directory, saved, buffers, held, shards, order, problems, self.table, self.sources
+            )
         members = None if buffers else self._members(optimizers, held, order, problems)
         roots = [
             self._rewritten(own, shards, optimizer, members) for own, optimizer in zip(held, optimizers, strict=True)
         ]
-        tree = merge_distributed(self.files, roots, _FORMAT)
-        tree.flavor = _FORMAT
+        tree = merge_distributed(self.files, roots, FORMAT)
+        tree.flavor = FORMAT
         tree.problems += problems
         tree.checksums = Checksums.joined([file.archive.checksums for file in self.files])
         root = cast("dict[Key, Value]", tree.root)
-        model = cast("dict[Key, Value]", root[_MODEL])
+        model = cast("dict[Key, Value]", root[MODEL])
         if distributed is not None:
             found = cast("dict[Key, Value]", distributed.root)
-            model.update(cast("dict[Key, Value]", found[_MODEL]))
+            model.update(cast("dict[Key, Value]", found[MODEL]))
             root[OPTIMIZER] = found[OPTIMIZER]
             tree.problems += [*distributed.problems, *distributed.missing.values()]
             archives = [file.archive for file in buffers if file is not None]
             tree.checksums = Checksums.joined([tree.checksums, *(archive.checksums for archive in archives)])
-        root[_MODEL] = {**{name: model[name] for name in order if name in model}, **model}
+        root[MODEL] = {**{name: model[name] for name in order if name in model}, **model}
         separate_extras(tree, self.table, self.sources)
         tree.notes += notes_on_dropped([file.archive for file in self.files])
         if members is not None or distributed is not None:
@@ -141,12 +130,12 @@ class _Iteration:
         return [self._arguments(file) for file in self.files]
 
     def _root(self, file: RankFile) -> StateDict:
-        return _mapping(file.archive.root, file, "its content")
+        return mapping(file.archive.root, file, "its content")
 
     def _arguments(self, file: RankFile) -> Arguments:
         found = self._root(file).get(_ARGUMENTS)
         state = found.state if isinstance(found, Object) else found
-        return Arguments({str(key): value for key, value in _mapping(state, file, _ARGUMENTS).items()})
+        return Arguments({str(key): value for key, value in mapping(state, file, _ARGUMENTS).items()})
 
     def _grid(self) -> tuple[Grid, dict[RankPlace, RankFile]]:
         """The ranks of the run, and the file of each. Raises unless each has one."""
@@ -160,16 +149,16 @@ class _Iteration:
                 f"{self.directory} has {self._counted()}",
                 file=places[None].archive.path,
                 expected=f"those of {grid.described()}, as args say",
-                found=some_of([file.archive.path.split("/")[-2] for file in self.files], _MAX_SHOWN),
+                found=some_of([file.archive.path.split("/")[-2] for file in self.files], MAX_SHOWN),
                 why=_MIXED,
-                next_step=_COPY_AGAIN,
+                next_step=COPY_AGAIN,
             )
         of_places = {place: file for place, file in places.items() if place is not None}
         missing = [f"{self.directory}/{grid.directory(each)}" for each in grid.places() if each not in of_places]
         if missing:
             files = [f"{each}/model_optim_rng.pt" for each in missing]
             what = f"{self.directory}: the files of {plural(len(missing), grid.kind)} are missing"
-            raise ranks_missing(what, missing, most_shown=_MAX_SHOWN, files=files, file=files[0])
+            raise ranks_missing(what, missing, most_shown=MAX_SHOWN, files=files, file=files[0])
         return grid, of_places
 
     def _counted(self) -> str:
@@ -192,7 +181,7 @@ class _Iteration:
                         repr(first)[:40],
                         repr(own)[:40],
                         why=_MIXED,
-                        next_step=_COPY_AGAIN,
+                        next_step=COPY_AGAIN,
                     )
 
     def _require_own_places(self, grid: Grid, places: Mapping[RankPlace, RankFile]) -> None:
@@ -228,7 +217,7 @@ class _Iteration:
         return SourceUnsupportedError(
             what,
             details=details,
-            most_shown=_MAX_SHOWN,
+            most_shown=MAX_SHOWN,
             file=self.files[0].archive.path,
             why="each file contains plain tensors; how to join them is defined in the model's code, not in the files",
             next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
@@ -249,12 +238,12 @@ class _Iteration:
                 f"args.virtual_pipeline_model_parallel_size={expected} of them",
                 chunks[:80],
                 why=_MIXED,
-                next_step=_COPY_AGAIN,
+                next_step=COPY_AGAIN,
             )
-        keys = [f"{_MODEL}{number}" for number in numbers] or [_MODEL]
-        return [_mapping(root.get(key), file, key) for key in keys]
+        keys = [f"{MODEL}{number}" for number in numbers] or [MODEL]
+        return [mapping(root.get(key), file, key) for key in keys]
 
-    def _named(self, grid: Grid, places: Mapping[RankPlace, RankFile]) -> tuple[list[str], list[_Held]]:
+    def _named(self, grid: Grid, places: Mapping[RankPlace, RankFile]) -> tuple[list[str], list[Held]]:
         """All names in the model, in its order, and what each file has under them."""
         place_of = {file.archive.path: place for place, file in places.items()}
         chunks = {place: self._chunks(file) for place, file in places.items()}
@@ -264,7 +253,7 @@ class _Iteration:
             raise self._refused(f"{self.directory}: its files are not all parts of one model", [str(error)]) from None
         held = []
         for file in self.files:
-            own = _Held(file, place_of[file.archive.path])
+            own = Held(file, place_of[file.archive.path])
             for number, state in enumerate(chunks[own.place]):
                 own.chunks.append({})
                 for key, leaf in state.items():
@@ -278,9 +267,9 @@ class _Iteration:
         _share_others(held)
         return in_order(chunks, names), held
 
-    def _shards(self, grid: Grid, held: Sequence[_Held]) -> dict[str, Shards]:
+    def _shards(self, grid: Grid, held: Sequence[Held]) -> dict[str, Shards]:
         """What each file has of every parameter."""
-        holders: dict[str, list[_Held]] = {}
+        holders: dict[str, list[Held]] = {}
         unknown: list[str] = []
         for own in held:
             for name in own.weights:
@@ -301,7 +290,7 @@ class _Iteration:
             raise self._refused(f"{what}{grid.kind}s {'is' if len(unknown) == 1 else 'are'} split", unknown)
         return shards
 
-    def _shards_of(self, name: str, grid: Grid, holders: Sequence[_Held], held: Sequence[_Held]) -> Shards:
+    def _shards_of(self, name: str, grid: Grid, holders: Sequence[Held], held: Sequence[Held]) -> Shards:
         """The shards of one parameter. Raises LayoutError."""
         of_expert = is_of_expert(name)
         shapes = {own.weights[name].shape for own in holders}
@@ -329,7 +318,7 @@ class _Iteration:
     def _members(
         self,
         optimizers: Sequence[RankOptimizer | None],
-        held: Sequence[_Held],
+        held: Sequence[Held],
         order: Sequence[str],
         problems: list[Problem],
     ) -> _Members | None:
@@ -341,7 +330,7 @@ class _Iteration:
         by_file: list[list[list[str]]] = []
         for own, optimizer in zip(held, optimizers, strict=True):
             if optimizer is None:
-                problems.append(_no_states(own.file))
+                problems.append(no_states(own.file))
                 return None
             unlisted = unlisted_states(optimizer)
             if unlisted:
@@ -349,14 +338,14 @@ class _Iteration:
                     own.file.archive.path,
                     "its optimizer has states of parameters that no param group lists",
                     "states of the ids in param_groups",
-                    f"also those of {some_of(unlisted, _MAX_SHOWN)}",
+                    f"also those of {some_of(unlisted, MAX_SHOWN)}",
                     why=_MIXED,
-                    next_step=_COPY_AGAIN,
+                    next_step=COPY_AGAIN,
                 )
             copies = {name: weight for name, weight in own.weights.items() if not is_buffer(name)}
             names = names_of_groups(own.file, optimizer, copies, self.table.files(), self.sources)
             if names is None:
-                problems.append(_unknown_order(own.file))
+                problems.append(unknown_order(own.file))
                 return None
             by_file.append(names)
         group_of: dict[str, int] = {}
@@ -365,7 +354,7 @@ class _Iteration:
                 if len(names) != len(by_file[0]) or any(
                     group_of.setdefault(name, number) != number for name in of_group
                 ):
-                    problems.append(_unknown_order(own.file))
+                    problems.append(unknown_order(own.file))
                     return None
         groups: list[list[str]] = [[] for _ in by_file[0]]
         for name in order:
@@ -393,77 +382,10 @@ class _Iteration:
             found.append(RankFile(file.rank, number, read_archive(source, number)))
         return found if any(found) else []
 
-    def _distributed(
-        self,
-        buffers: Sequence[RankFile | None],
-        held: Sequence[_Held],
-        shards: Mapping[str, Shards],
-        order: Sequence[str],
-        problems: list[Problem],
-    ) -> PartContents | None:
-        """The float32 weights and the states that the distributed optimizer's ``buffers`` have. None, with a fatal
-        problem of the optimizer, if the values do not prove where they are.
-        """
-        placed: dict[int, dict[str, PlacedParameter]] = {}
-        for own, flat in zip(held, buffers, strict=True):
-            if flat is None:
-                continue
-            optimizers = flat_buffers(flat.archive.root)
-            found = None
-            if optimizers is not None:
-                files = self.table.files()
-                found = parameters_in(optimizers, own.chunks, own.file, flat, files, self.sources)
-            if found is None:
-                problems.append(_no_places(flat))
-                return None
-            placed[own.file.rank] = found
-        holders: dict[str, list[int]] = {}
-        for rank, names in placed.items():
-            for name in names:
-                holders.setdefault(name, []).append(rank)
-        lost = [name for name in order if name in shards and not is_buffer(name) and name not in holders]
-        if lost:
-            problems.append(_without_states(self.directory, lost))
-            return None
-        grid = RankGrid(1, len(self.files))
-        with_buffers: list[RankFile] = []
-        roots: list[StateDict] = []
-        own_shards = {
-            name: Shards(shards[name].shape, {rank: shards[name].by_rank[rank] for rank in ranks})
-            for name, ranks in holders.items()
-        }
-        groups = self._open_groups([name for name in order if name in holders])
-        for flat in buffers:
-            if flat is None:
-                continue
-
-            def part(name: str, leaf: StoredTensor, rank: int = flat.rank) -> object:
-                return whole_shard(grid, rank, rank, own_shards[name], leaf)
-
-            parameters = placed[flat.rank]
-            states: StateDict = {
-                name: {state: part(name, leaf) for state, leaf in each.states.items()}
-                for name, each in parameters.items()
-            }
-            with_buffers.append(flat)
-            weights: StateDict = {name: part(name, each.weight) for name, each in parameters.items()}
-            roots.append({_MODEL: weights, OPTIMIZER: {"state": states, "param_groups": groups}})
-        return merge_distributed(with_buffers, roots, _FORMAT)
-
-    def _open_groups(self, names: Sequence[str]) -> list[StateDict]:
-        """The settings of the distributed optimizer's param groups, which list no parameters; a single one has all."""
-        saved = self._root(self.files[0]).get(OPTIMIZER)
-        groups: list[StateDict] = []
-        for entry in saved if isinstance(saved, (list, tuple)) else [saved]:
-            inner = entry.get(OPTIMIZER) if isinstance(entry, dict) else None
-            listed = inner.get("param_groups") if isinstance(inner, dict) else None
-            groups += [dict(group) for group in listed or () if isinstance(group, dict)]
-        return [{**groups[0], "params": list(names)}] if len(groups) == 1 else groups
-
     # The ranks' files, rewritten
 
     def _rewritten(
-        self, own: _Held, shards: Mapping[str, Shards], optimizer: RankOptimizer | None, members: _Members | None
+        self, own: Held, shards: Mapping[str, Shards], optimizer: RankOptimizer | None, members: _Members | None
     ) -> StateDict:
         """One rank's file with its shards as parts of whole parameters."""
         grid, file = RankGrid(1, len(self.files)), own.file
@@ -476,9 +398,9 @@ class _Iteration:
         root: StateDict = {
             key: value
             for key, value in self._root(file).items()
-            if key not in (_MODEL, OPTIMIZER) and not _CHUNK.match(str(key))
+            if key not in (MODEL, OPTIMIZER) and not _CHUNK.match(str(key))
         }
-        root[_MODEL] = weights
+        root[MODEL] = weights
         if optimizer is None or members is None:
             return root
         states: StateDict = {}
@@ -487,11 +409,11 @@ class _Iteration:
         for group, names, everywhere, settings in listed:
             for number, master, name in zip(group.ids, group.masters, names, strict=True):
                 weights[name] = part(name, master)
-                entry = _mapping(group.state.get(cast(Key, number), {}), file, f"the state of {name}")
+                entry = mapping(group.state.get(cast(Key, number), {}), file, f"the state of {name}")
                 shape = shards[name].by_rank[file.rank].shape
                 for state, leaf in entry.items():
                     if isinstance(leaf, StoredTensor) and prod(leaf.shape) != 1 and leaf.shape != shape:
-                        raise _uncut(file, name, str(state), leaf, shape)
+                        raise uncut(file, name, str(state), leaf, shape)
                 states[name] = {
                     state: part(name, leaf) if isinstance(leaf, StoredTensor) and leaf.shape == shape else leaf
                     for state, leaf in entry.items()
@@ -503,9 +425,9 @@ class _Iteration:
         return root
 
 
-def _share_others(held: Sequence[_Held]) -> None:
+def _share_others(held: Sequence[Held]) -> None:
     """Give every file what is no tensor of other stages and experts, as if each rank had the whole model."""
-    holders: dict[Key, list[_Held]] = {}
+    holders: dict[Key, list[Held]] = {}
     for own in held:
         for name in own.others:
             holders.setdefault(name, []).append(own)
@@ -526,63 +448,3 @@ class _Members:
     by_file: Mapping[int, list[list[str]]]
     groups: list[list[str]]
     settings: list[StateDict]
-
-
-def _no_states(file: RankFile) -> Problem:
-    message = (
-        f"the optimizer in {file.archive.path} has no states: the distributed optimizer keeps them as Megatron's "
-        "buffers (distrib_optim.pt), and only the model's code says which elements belong to which parameter: save "
-        "with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
-    )
-    return Problem("flattened", message, file=file.archive.path, section=Section.OPTIM)
-
-
-def _no_places(file: RankFile) -> Problem:
-    message = (
-        f"cannot tell where each parameter is in Megatron's buffers in {file.archive.path}: its float32 weights do not "
-        "round to the model's copies in the order of the model. Save with --ckpt-format torch_dist and "
-        "--dist-ckpt-optim-fully-reshardable"
-    )
-    return Problem("flattened", message, file=file.archive.path, section=Section.OPTIM)
-
-
-def _without_states(directory: str, names: Sequence[str]) -> Problem:
-    message = (
-        f"no {BUFFERS_FILE} in {directory} has the states of {some_of(names, _MAX_SHOWN)}: it was not copied, or the "
-        "parameters were frozen"
-    )
-    return Problem("flattened", message, file=directory, section=Section.OPTIM)
-
-
-def _unknown_order(file: RankFile) -> Problem:
-    message = (
-        f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: its float32 "
-        f"weights ({MASTERS}) do not tell them apart. Save it with --ckpt-format torch_dist"
-    )
-    return Problem("parameter-order", message, file=file.archive.path, section=Section.OPTIM)
-
-
-def _uncut(file: RankFile, name: str, state: str, leaf: StoredTensor, shape: tuple[int, ...]) -> SourceUnsupportedError:
-    return SourceUnsupportedError(
-        f"{file.archive.path}: the state {state} of {name} is not split like the weight",
-        file=file.archive.path,
-        key=name,
-        rank=file.rank,
-        expected=shape_text(shape),
-        found=shape_text(leaf.shape),
-        why="the optimizer factors or quantizes its states",
-        next_step=f"convert the weights alone with {flags.only('model')}",
-    )
-
-
-def _mapping(value: object, file: RankFile, what: str) -> StateDict:
-    if not isinstance(value, dict):
-        raise damaged(
-            file.archive.path,
-            f"{what} is {'missing' if value is None else 'no dict'}",
-            "a file that Megatron-LM saved",
-            f"a {type(value).__name__}",
-            why="the file was changed, or a version of Megatron-LM that is not known wrote it",
-            next_step=_COPY_AGAIN,
-        )
-    return cast(StateDict, cast("dict[Key, Value]", value))
