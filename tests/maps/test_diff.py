@@ -19,23 +19,21 @@ __all__ = ["run"]
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> State:
-    """``apart.pt``, and ``fused.pt`` as PyTorch writes it: its groups list their parameters in another order."""
-    (tmp_path / "experts.toml").write_text(experts.MAP)
-    state = experts.trained(tmp_path / "apart.pt")
+def saved(tmp_path: Path, saved: State) -> State:
+    """``fused.pt`` beside ``apart.pt``, as PyTorch writes it: its groups list their parameters in another order."""
     groups = []
-    for routers, of in zip((False, True), state["optimizer"]["param_groups"], strict=True):
+    for routers, of in zip((False, True), saved["optimizer"]["param_groups"], strict=True):
         names = [name for name, _ in experts.fused().named_parameters() if ("router" in name) is routers]
         groups.append({**of, "params": names[::-1]})
     moments = {
-        name: experts.written_out({key: entry[name] for key, entry in state["optimizer"]["state"].items()})
+        name: experts.written_out({key: entry[name] for key, entry in saved["optimizer"]["state"].items()})
         for name in ("exp_avg", "exp_avg_sq")
     }
     states = {
         key: {"step": torch.tensor(2.0), **{name: of[key] for name, of in moments.items()}}
         for key in moments["exp_avg"]
     }
-    fused = {"model": experts.written_out(state["model"]), "optimizer": {"state": states, "param_groups": groups}}
+    fused = {"model": experts.written_out(saved["model"]), "optimizer": {"state": states, "param_groups": groups}}
     torch.save(fused, tmp_path / "fused.pt")
     return fused
 

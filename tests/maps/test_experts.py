@@ -19,12 +19,6 @@ from tests.oracle.fake import rank_file
 from tests.oracle.fake_group import as_rank, rows
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> State:
-    (tmp_path / "experts.toml").write_text(experts.MAP)
-    return experts.trained(tmp_path / "apart.pt")
-
-
 def convert(tmp_path: Path, source: str, target: str, **options: Any) -> Path:
     options.setdefault("map", tmp_path / "experts.toml")
     fsdpckpt.convert(tmp_path / source, tmp_path / target, verify="full", **options)

@@ -14,12 +14,6 @@ from tests.maps import experts
 from tests.maps.experts import State
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> State:
-    (tmp_path / "experts.toml").write_text(experts.MAP)
-    return experts.trained(tmp_path / "apart.pt")
-
-
 def convert(tmp_path: Path, source: str, target: str, **options: Any) -> Path:
     fsdpckpt.convert(tmp_path / source, tmp_path / target, map=tmp_path / "experts.toml", verify="full", **options)
     return tmp_path / target
