@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Units
 
-_LISTS = (
-    *("units", "parameters", "unmanaged", "use_orig_params", "shared", "groups", "world_size", "shard_size"),
-    *("orders", "optimizers"),
-)
+_LISTS = signature(units_of_lists).parameters
 
 
 def relisted(units: Units, /, **changes: Any) -> Units:
