@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 __all__ = [
     "GOLDEN", "Change", "Make", "add", "add_copy", "copied", "cut", "dcp_of", "edit", "files", "lose", "move", "packed",
-    "put", "safetensors", "swap", "together", "write",
+    "put", "safetensors", "swap", "together",
 ]  # fmt: skip
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -94,8 +94,8 @@ def safetensors(name: str, tensors: Mapping[str, torch.Tensor], **metadata: str)
     return make
 
 
-def together(*makes: Make) -> Make:
-    """Several in one directory."""
+def together(*makes: Make | Change) -> Make:
+    """Several in one directory, or one that is then changed."""
 
     def make(directory: Path) -> None:
         for one in makes:
@@ -174,11 +174,6 @@ def put(name: str, content: Any) -> Change:
             torch.save(content, path)
 
     return change
-
-
-def write(name: str, content: str | bytes) -> Change:
-    """A file has these bytes."""
-    return put(name, content)
 
 
 def edit(glob: str, change_content: Callable[[Any], object]) -> Change:

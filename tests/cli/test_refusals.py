@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.cli.conftest import Run, training_state
+from tests.makers import GOLDEN, Change, copied, cut, files, put, safetensors, together
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "torch-2.4"
-Make = Callable[[Path], object]
+TORCH_2_4 = GOLDEN / "torch-2.4"
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,11 @@ class Row:
     code: int
     says: Sequence[str] = ()
     omits: Sequence[str] = ()
-    make: Make = lambda here: None
+    make: Change = lambda here: None
 
 
-def no(command: str, *says: str, code: int = 2, omits: Sequence[str] = (), make: Make = lambda here: None) -> Row:
+def no(command: str, *says: str, code: int = 2, omits: Sequence[str] = (), make: Change = lambda here: None) -> Row:
     return Row(command, code, says, omits, make)
-
-
-def wrote(name: str, data: bytes) -> Make:
-    return lambda here: (here / name).write_bytes(data)
-
-
-def saved(name: str, value: object) -> Make:
-    return lambda here: torch.save(value, here / name)
-
-
-def truncated(here: Path) -> None:
-    (here / "step-2.pt").write_bytes((here / "step-2.pt").read_bytes()[:-200])
 
 
 def by_name(here: Path) -> None:
@@ -67,34 +55,38 @@ def many(here: Path) -> None:
         torch.save("no state dict", here / f"run{number}x" / "model.pt")
 
 
-def ranks_lost(*sections: str) -> Make:
+def adam(*shape: int) -> dict[str, Any]:
+    """The state of an optimizer with one parameter."""
+    return {"state": {0: {"exp_avg": torch.ones(shape)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+
+def ranks_lost(*sections: str) -> Change:
     """One file a rank and section, of which those of rank 1 of ``sections`` are gone."""
-
-    def make(here: Path) -> None:
-        (here / "ranks").mkdir()
-        optim = {"state": {0: {"exp_avg": torch.ones(5, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        for section, content in (("model", {"w": torch.ones(5, 2)}), ("optim", optim)):
-            for rank in range(3):
-                if rank != 1 or section not in sections:
-                    torch.save(content, here / "ranks" / f"{section}_world_size_3_rank_{rank}.pt")
-
-    return make
+    return files(
+        {
+            f"ranks/{section}_world_size_3_rank_{rank}.pt": content
+            for section, content in (("model", {"w": torch.ones(5, 2)}), ("optim", adam(5, 2)))
+            for rank in range(3)
+            if rank != 1 or section not in sections
+        }
+    )
 
 
-def ddp(here: Path) -> None:
-    """What transformers' Trainer saves without FSDP."""
-    from safetensors.torch import save_file
+# What transformers' Trainer saves without FSDP
+DDP = together(
+    safetensors("ddp/model.safetensors", {"w": torch.ones(4, 2)}, format="pt"),
+    files(
+        {
+            "ddp/optimizer.pt": adam(4, 2),
+            "ddp/scheduler.pt": {"last_epoch": 3, "_last_lr": [0.1]},
+            "ddp/trainer_state.json": {"global_step": 3},
+            "ddp/training_args.bin": {},
+        }
+    ),
+)
 
-    (here / "ddp").mkdir()
-    save_file({"w": torch.ones(4, 2)}, here / "ddp" / "model.safetensors", {"format": "pt"})
-    state = {0: {"exp_avg": torch.ones(4, 2)}}
-    torch.save({"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}, here / "ddp" / "optimizer.pt")
-    torch.save({"last_epoch": 3, "_last_lr": [0.1]}, here / "ddp" / "scheduler.pt")
-    (here / "ddp" / "trainer_state.json").write_text('{"global_step": 3}')
-    torch.save({}, here / "ddp" / "training_args.bin")
 
-
-def link(name: str, to: str) -> Make:
+def link(name: str, to: str) -> Change:
     return lambda here: (here / name).symlink_to(to)
 
 
@@ -164,7 +156,7 @@ ROWS: dict[str, list[Row]] = {
           for each in ("--reference", "--like", "--units")),
         no("convert SAVED out.pt --reference missing", "missing does not exist", code=3),
         *(no("convert SAVED out.pt --key-type name --parameters names.txt", "--parameters names.txt", words, code=code,
-             make=wrote("names.txt", text)) for text, words, code in (
+             make=put("names.txt", text)) for text, words, code in (
             (b"0.weight\n0.bias\n\n0.weight\n", "more than once", 3), (b" \n", "the file is empty", 2),
             (b"\x80", "not a text file", 3))),
         no("convert SAVED out.pt --key-type name --parameters names.txt", "--parameters names.txt", "No such file",
@@ -173,15 +165,15 @@ ROWS: dict[str, list[Row]] = {
     "a source that cannot be read": [
         *(no(f"inspect {source}", code=3, make=make) for source, make in (
             ("~/nowhere", lambda here: None), ("empty", lambda here: (here / "empty").mkdir()),
-            ("nothing.pt", wrote("nothing.pt", b"")), ("list.pt", saved("list.pt", [1, 2])),
+            ("nothing.pt", put("nothing.pt", b"")), ("list.pt", put("list.pt", [1, 2])),
             ("nosuch://store/x", lambda here: None), ("https://[host/x", lambda here: None),
             ("https://host]/x", lambda here: None), ("s3://[bucket/x", lambda here: None))),
         no("inspect HERE/nowhere", "error: source missing: HERE/nowhere does not exist", code=3),
-        *(no(f"{command} notes.txt", "error: source not recognised: ", code=3, make=wrote("notes.txt", b"milk"))
+        *(no(f"{command} notes.txt", "error: source not recognised: ", code=3, make=put("notes.txt", b"milk"))
           for command in ("inspect", "verify")),
-        no("verify SAVED", "SAVED", code=3, make=truncated),
+        no("verify SAVED", "SAVED", code=3, make=cut("step-2.pt", by=200)),
         no("inspect bad.pt", "error: source refused as unsafe: ", "system", code=3,
-           make=saved("bad.pt", {"model": {"w.weight": torch.ones(2)}, "extra": Harm()})),
+           make=put("bad.pt", {"model": {"w.weight": torch.ones(2)}, "extra": Harm()})),
         no("inspect SAVED/", "give SAVED itself", code=3),
         *(no(f"inspect HERE/latest{below}", "why:  HERE/latest is a link to step-9, which does not exist\n",
              "ls -l HERE/latest\n", code=3, make=link("latest", "step-9")) for below in ("", "/", "/step-1")),
@@ -207,7 +199,7 @@ ROWS: dict[str, list[Row]] = {
         no("convert SAVED HERE/out/", "HERE/out/full.pt"),
         no("convert SAVED HERE/out", "HERE/out/full.pt", make=lambda here: (here / "out").mkdir()),
         no("convert DCP HERE/new/ --to full --container torch", "HERE/new/full.pt", omits=["--to sharded"]),
-        no("convert ddp on-6 --world-size 6", "ddp is a full (DDP) checkpoint, which every rank loads whole", make=ddp),
+        no("convert ddp on-6 --world-size 6", "ddp is a full (DDP) checkpoint, which every rank loads whole", make=DDP),
         no("convert SAVED -", "- is not standard output"),
         no("convert SAVED ~/out.pt", "'./~/out.pt' for a directory called ~"),
         no("convert SAVED ./", "is the current directory", code=5),
@@ -215,10 +207,10 @@ ROWS: dict[str, list[Row]] = {
         no("convert SAVED memory://somewhere/out.pt", "gone when it ends", code=5),
         no("convert SAVED foo://somewhere/out.pt", "Protocol not known", code=5),
         no("convert SAVED http://127.0.0.1:9/out.pt", "does not write to them", code=5),
-        no("convert SAVED mine.pt/ --to full", code=5, make=wrote("mine.pt", b"mine")),
-        no("convert SAVED mine.pt/below --to full", code=5, make=wrote("mine.pt", b"mine")),
-        no("convert SAVED mine.pt --to full", code=5, omits=["add --overwrite"], make=wrote("mine.pt", b"mine")),
-        no("convert SAVED old.pt --to full", "add --overwrite", code=5, make=saved("old.pt", {"w": torch.ones(2)})),
+        no("convert SAVED mine.pt/ --to full", code=5, make=put("mine.pt", b"mine")),
+        no("convert SAVED mine.pt/below --to full", code=5, make=put("mine.pt", b"mine")),
+        no("convert SAVED mine.pt --to full", code=5, omits=["add --overwrite"], make=put("mine.pt", b"mine")),
+        no("convert SAVED old.pt --to full", "add --overwrite", code=5, make=put("old.pt", {"w": torch.ones(2)})),
     ],
     "a URL": [
         *(no(f"convert {urls}", f"{which} is not a complete URL: {typed}") for typed in (
@@ -237,10 +229,10 @@ ALL = [pytest.param(row, id=f"{what}: {row.command[:80]}") for what, rows in ROW
 def test_it_is_refused(row: Row, run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/nonexistent")
-    places = {"SAVED": saved, "DCP": GOLDEN / "f2_default" / "ckpt", "HERE": tmp_path}
-    places |= {"RAW": tmp_path / "raw", "TRUTH": GOLDEN / "f1_tiny_f" / "truth" / "full.pt"}
+    places = {"SAVED": saved, "DCP": TORCH_2_4 / "f2_default" / "ckpt", "HERE": tmp_path}
+    places |= {"RAW": tmp_path / "raw", "TRUTH": TORCH_2_4 / "f1_tiny_f" / "truth" / "full.pt"}
     if "RAW" in row.command:
-        shutil.copytree(GOLDEN / "f1_tiny_f", tmp_path / "raw", ignore=shutil.ignore_patterns("truth"))
+        copied(TORCH_2_4 / "f1_tiny_f")(tmp_path / "raw")
 
     def here(text: str) -> str:
         for name, path in places.items():

@@ -17,7 +17,7 @@ import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, SourceUnsupportedError
 from fsdpckpt.readers.counters import counted_parts
 from fsdpckpt.text import natural
-from tests.makers import Change, Make, files, together, write
+from tests.makers import Make, files, together
 from tests.readers.contents import opened
 from tests.refusals import Refusal, each_of, several, unclear, unsupported
 
@@ -43,15 +43,6 @@ def weights(names: Sequence[str], content: Mapping[str, torch.Tensor] = HALF) ->
             put(dict(content), directory / name)
 
     return make
-
-
-def together_with(make: Make, *changes: Change) -> Make:
-    def made(directory: Path) -> None:
-        make(directory)
-        for change in changes:
-            change(directory)
-
-    return made
 
 
 def numbered(name: str, count: int = 4) -> list[str]:
@@ -108,10 +99,10 @@ REFUSALS = (
     several("natural order", weights([f"checkpoint-{100 * number}" for number in range(8, 13)]),
             "\n  - DIR/checkpoint-800\n  - DIR/checkpoint-900\n  - DIR/checkpoint-1000\n  - and 2 more\n",
             "checkpoint-1200 (inspect shows which are complete)"),
-    several("the latest file", together_with(weights(["global_step_7/actor", "global_step_14/actor",
-            "global_step_14/critic", "global_step_21/actor"]), write("latest_checkpointed_iteration.txt", "14\n")),
+    several("the latest file", together(weights(["global_step_7/actor", "global_step_14/actor",
+            "global_step_14/critic", "global_step_21/actor"]), files({"latest_checkpointed_iteration.txt": "14\n"})),
             "global_step_14 (inspect shows which are complete)"),
-    several("a link to the newest", together_with(weights(["step-1", "step-2"]),
+    several("a link to the newest", together(weights(["step-1", "step-2"]),
             lambda directory: (directory / "latest").symlink_to("step-2")), "contains 2 checkpoints"),
     # A file is left out by the hint only if the other has the same parameters.
     several("an export", together(weights(["model.pt"], MODEL), weights(["export.safetensors"], EXPORT)),

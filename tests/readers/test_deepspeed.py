@@ -23,7 +23,7 @@ from fsdpckpt.readers.deepspeed import DeepSpeedReader
 from fsdpckpt.readers.deepspeed.partitions import PartitionError, partitions_of_groups, partitions_of_params
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.deepspeed.make import Net
-from tests.makers import Change, Make, add, add_copy, copied, edit, files, lose, move, write
+from tests.makers import Change, Make, add, add_copy, copied, edit, files, lose, move, put
 from tests.readers.contents import held, opened
 from tests.readers.junk import save
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
@@ -359,11 +359,9 @@ REFUSALS = (
     incomplete("so it is in float16", step("zero2-fp16", lose(OPTIM_1)), AS_MODEL),
     incomplete("under ZeRO 3 it is not", step("zero3-fp32", lose(OPTIM_1)), omits=("--only model",)),
     # ZeRO 3 leaves empty tensors in a rank's module states, tensor parallelism a part of each.
-    incomplete("one rank's module states", step("zero3-fp32", write(SECOND, ""), given=MODEL_0), *ONE_PART),
+    incomplete("one rank's module states", step("zero3-fp32", put(SECOND, ""), given=MODEL_0), *ONE_PART),
     incomplete("those of a tensor-parallel rank", step("zero3-fp32", move(MODEL_0, SECOND), given=SECOND), *ONE_PART),
-    incomplete(
-        "those of the first", step("zero3-fp32", move(MODEL_0, MODEL), write(SECOND, ""), given=MODEL), *ONE_PART
-    ),
+    incomplete("those of the first", step("zero3-fp32", move(MODEL_0, MODEL), put(SECOND, ""), given=MODEL), *ONE_PART),
     incomplete("one rank's states", step("zero1-bf16", given=BF16.format(1)), "one rank's part"),
     corrupt(
         "a later save of two ranks left the file of the third",
