@@ -65,6 +65,17 @@ class NameChanges:
                 followed[glob] = None
         return tuple(followed)
 
+    def displaced(self, units: Units) -> dict[str, str]:
+        """The name that each shared parameter of ``units`` keeps, by its first name, which is left out. Units record
+        the place of the first one alone, and in a model without it the parameter is where the other name is.
+        """
+        kept: dict[str, str] = {}
+        for later, row in units.tied:
+            first = units.rows[row].name
+            if self.keeps(later) and not self.keeps(first):
+                kept.setdefault(first, later)
+        return kept
+
     def applied_to(self, units: Units) -> Units:
         """``units`` of the parameters that are kept, under their new names."""
         names = {row: self.new_name(param.name) for row, param in enumerate(units.rows) if self.keeps(param.name)}
