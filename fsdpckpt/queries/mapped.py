@@ -37,7 +37,8 @@ def mapped(a: Checkpoint, b: Checkpoint, options: DiffOptions, sources: Sources)
     made = transform_to_load(a, decision, sources).checkpoint
     names = " and ".join(f"{flags.map_(name)}" for name in options.map)
     backwards = f" {flags.inverse}" if options.inverse else ""
-    return _listed_as(made, b.optim), f"A is what {names}{backwards} makes of {a.source}"
+    makes = "makes" if len(options.map) == 1 else "make"
+    return _listed_as(made, b.optim), f"A is what {names}{backwards} {makes} of {a.source}"
 
 
 def _listed_as(checkpoint: Checkpoint, other: Optimizer | None) -> Checkpoint:

@@ -14,35 +14,18 @@ from dataclasses import replace
 import numpy as np
 
 from fsdpckpt import flags
-from fsdpckpt.formats.torch.distributed import BoxInFile
-from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Container, Evidence, EvidenceKind, Layout, ModelState, Problem, Section
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.placements import Slices, Whole
-from fsdpckpt.ir.tensors import Int64Array, Tensor, contiguous_stride
+from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.values import Key, Value, equal
-from fsdpckpt.layouts.flattened import flat_boxes, is_flat_key
+from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import containers, is_optimizer
 from fsdpckpt.readers.protocol import KeyPath, PartContents, dotted
 from fsdpckpt.readers.sections import Sections
 from fsdpckpt.text import some_of, truncate
 
 _MAX_SIZES = 6  # in a message
-
-
-def boxes_of_range(shape: Sequence[int], low: int, high: int, place: int, stored: StoredTensor) -> list[BoxInFile]:
-    """Elements [low, high) of a parameter of ``shape`` in the vector ``stored``. ``place``: the index in it that
-    element 0 would have.
-    """
-    (step,) = stored.stride
-    at = place + low
-    boxes: list[BoxInFile] = []
-    for box in flat_boxes(shape, low, high - low) if low < high else ():
-        offset = stored.offset + at * step * stored.dtype.itemsize
-        stride = tuple(extent * step for extent in contiguous_stride(box.sizes))
-        boxes.append(BoxInFile(box.offsets, box.sizes, offset, stride))
-        at += box.numel
-    return boxes
 
 
 def flat_parameter_keys(root: object) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fsdpckpt.ir.checkpoint import Checkpoint, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
 from fsdpckpt.ir.optimizer import PARAMS
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, find_value
@@ -34,7 +34,7 @@ class Absence:
     def counts(self, address: Address, value: Value, other: Checkpoint) -> bool:
         """Whether it is a difference that ``other`` lacks this key."""
         section, path, rank = address.section, address.path, address.rank
-        if isinstance(value, (dict, list, tuple)) and not value:  # a DCP directory cannot hold it
+        if _has_no_place(address, value, other):
             return False
         if section is Section.MODEL:
             if other is self.a:
@@ -100,6 +100,16 @@ class Absence:
                 if (candidate.shape, candidate.dtype.name) == form and not is_endless(candidate)
             }
         return digest(BlockReader(self.a.files, self.sources), value) in self._digests_b[form]
+
+
+def _has_no_place(address: Address, value: Value, other: Checkpoint) -> bool:
+    """Whether a format has no place for ``value``: DCP for empty containers, flat parameters for None in place of the
+    states of a parameter.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        return not value
+    is_state = address.section is Section.OPTIM and address.path[0] == "state" and len(address.path) == 2
+    return value is None and is_state and other.layout is Layout.FLATTENED
 
 
 def _not_kept(a: Checkpoint, b: Checkpoint) -> frozenset[Section]:

@@ -113,3 +113,11 @@ def test_an_optimizer_before_its_first_step_is_one_anywhere(
     found = fsdpckpt.open(tmp_path / "source").checkpoint
     named = [f"optim:{each.name}" for each in found.named if each.section == "optim"]
     assert [*(["optim"] if found.optim is not None else []), *named] == labels
+
+
+def test_flat_parameters_have_no_place_for_none_and_that_is_no_difference(tmp_path: Path) -> None:
+    source, flat = tmp_path / "source.pt", tmp_path / "flat"
+    torch.save({"model": network().state_dict(), "optimizer": optimizer_dict(None)}, source)
+    fsdpckpt.convert(source, flat, to="flattened", world_size=2, unit=["0"], use_orig_params=True)
+    assert fsdpckpt.diff(source, flat).same and fsdpckpt.diff(flat, source).same
+    assert not fsdpckpt.diff(source, flat, strict=True).same
