@@ -59,9 +59,14 @@ class Draft:
         return self.opened.optim.key_type if self.opened.optim is not None and selected else None
 
     @property
+    def units_of_source(self) -> Units | None:
+        """Those of a flattened source, else those of ``--units``, of all parameters."""
+        return self.source_units.units if self.source_units is not None else self.knowledge.units
+
+    @property
     def known_units(self) -> Units | None:
-        """Those of a flattened source, else those of ``--units``, of the parameters that are selected."""
-        return self.in_selection(self.source_units.units if self.source_units is not None else self.knowledge.units)
+        """``units_of_source``, of the parameters that are selected."""
+        return self.in_selection(self.units_of_source)
 
     @property
     def id_units(self) -> Units | None:

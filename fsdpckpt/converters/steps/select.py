@@ -60,7 +60,7 @@ def _require_places(draft: Draft, decision: Decision) -> None:
     """Raises NeedsInformationError if the target counts parameters, and the place of one is not known: a shared one
     that is left out under its first name.
     """
-    units = draft.source_units.units if draft.source_units is not None else draft.knowledge.units
+    units = draft.units_of_source
     if units is None or draft.changes is None or draft.checkpoint.optim is None:
         return
     by_name = flags.key_type("name")
