@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,17 @@ def packed(archive: Path, top: str = "", *changes: Change, given: str = "") -> M
         return _changed(inside, changes, given)
 
     return make
+
+
+def with_truth(top: Path, archives: Iterable[Path]) -> Path:
+    """Unpack each archive below ``top``, with the truth of a run, if it has one, beside its directory."""
+    for archive in archives:
+        with tarfile.open(archive) as opened:
+            opened.extractall(top, filter="data")
+        name = archive.name.removesuffix(".tar.xz")
+        if (top / name / "truth.pt").exists():
+            (top / name / "truth.pt").rename(top / f"{name}.pt")
+    return top
 
 
 def files(contents: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *changes: Change, given: str = "") -> Make:

@@ -15,6 +15,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceIncompleteError
+from tests.makers import with_truth
 from tests.readers.contents import opened
 from tests.readers.test_deepspeed import GOLDEN
 
@@ -27,12 +28,7 @@ LAYERS = "ds_autoep_layers"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    top = tmp_path_factory.mktemp("autoep")
-    for name in NAMES:
-        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-            archive.extractall(top, filter="data")
-        (top / name / "truth.pt").rename(top / f"{name}.pt")
-    return top
+    return with_truth(tmp_path_factory.mktemp("autoep"), (GOLDEN / f"{name}.tar.xz" for name in NAMES))
 
 
 def of_rank(whole: torch.Tensor, name: str, rank: int) -> torch.Tensor:

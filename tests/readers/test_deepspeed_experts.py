@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from tests.makers import Change, Make, add_copy, copied, edit, files, lose, packed, put
+from tests.makers import Change, Make, add_copy, copied, edit, files, lose, packed, put, with_truth
 from tests.readers.contents import opened
 from tests.readers.test_deepspeed import GOLDEN
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
@@ -26,12 +25,7 @@ EXPERT = re.compile(r"(?<=deepspeed_experts\.)\d+")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    top = tmp_path_factory.mktemp("experts")
-    for name in NAMES:
-        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-            archive.extractall(top, filter="data")
-        (top / name / "truth.pt").rename(top / f"{name}.pt")
-    return top
+    return with_truth(tmp_path_factory.mktemp("experts"), (GOLDEN / f"{name}.tar.xz" for name in NAMES))
 
 
 def in_model(name: str, expert_rank: int) -> str:

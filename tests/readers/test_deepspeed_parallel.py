@@ -7,7 +7,6 @@ import copy
 import math
 import re
 import shutil
-import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from tests.makers import Change, Make, edit, files, lose, move, packed, swap
+from tests.makers import Change, Make, edit, files, lose, move, packed, swap, with_truth
 from tests.readers.contents import opened, same_values
 from tests.readers.junk import save
 from tests.readers.test_deepspeed import GOLDEN
@@ -29,13 +28,8 @@ each = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    top = tmp_path_factory.mktemp("parallel")
-    for name in (*NAMES, *(f"{name}-universal" for name in NAMES)):
-        with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-            archive.extractall(top, filter="data")
-        if name in NAMES:
-            (top / name / "truth.pt").rename(top / f"{name}.pt")
-    return top
+    names = (*NAMES, *(f"{name}-universal" for name in NAMES))
+    return with_truth(tmp_path_factory.mktemp("parallel"), (GOLDEN / f"{name}.tar.xz" for name in names))
 
 
 @each

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,23 +10,21 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from tests.makers import with_truth
 from tests.readers.contents import opened
 from tests.readers.test_deepspeed import GOLDEN
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with tarfile.open(GOLDEN / "pipeline-bf16.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    (tmp_path / "pipeline-bf16" / "truth.pt").rename(tmp_path / "truth.pt")
-    return tmp_path / "pipeline-bf16"
+    return with_truth(tmp_path, [GOLDEN / "pipeline-bf16.tar.xz"]) / "pipeline-bf16"
 
 
 def test_every_value_is_what_the_ranks_had_in_memory(run: Path, tmp_path: Path) -> None:
     fsdpckpt.convert(run, tmp_path / "full.pt", verify="full")
     state = torch.load(tmp_path / "full.pt")
     found: dict[str, set[tuple[int, int]]] = {}
-    for rank in torch.load(tmp_path / "truth.pt"):
+    for rank in torch.load(tmp_path / "pipeline-bf16.pt"):
         for name, value in rank["module"].items():
             if name != "tied_modules.embed.scale":  # each stage has its own, and the first saves it
                 assert torch.equal(state["model"][name].to(value.dtype), value), name

@@ -415,17 +415,24 @@ def letters(names: Sequence[Any], row: Row) -> str:
     return "".join(str(name).removeprefix(row.source.model_lead).removeprefix(row.source.lead) for name in names)
 
 
+def converted(row: Row, folder: Path) -> Any:
+    """The optimizer that was written, with the notes that ``row`` says; None if it is refused as ``row`` says."""
+    if isinstance(row.found, Refused):
+        row.found.by(lambda: convert(row, folder))
+        assert not (folder / "out.pt").exists()
+        return None
+    report = convert(row, folder)
+    said = [note.message for note in report.notes]
+    assert all(any(words in message for message in said) for words in row.said), said
+    return torch.load(folder / "out.pt")["optimizer"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_get_the_only_names_that_fit(name: str, tmp_path: Path) -> None:
     row = NAMES[name]
-    if isinstance(row.found, Refused):
-        row.found.by(lambda: convert(row, tmp_path))
-        assert not (tmp_path / "out.pt").exists()
+    written = converted(row, tmp_path)
+    if written is None:
         return
-    report = convert(row, tmp_path)
-    said = [note.message for note in report.notes]
-    assert all(any(words in message for message in said) for words in row.said), said
-    written = torch.load(tmp_path / "out.pt")["optimizer"]
     if row.source.form != "no groups":
         assert [letters(group["params"], row) for group in written["param_groups"]] == row.source.optim.split(" ")
     states = {letters([key], row): states for key, states in written["state"].items()}
@@ -439,14 +446,9 @@ def test_ids_get_the_only_names_that_fit(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", IDS)
 def test_names_get_the_ids_of_the_jobs_own_optimizer(name: str, tmp_path: Path) -> None:
     row = IDS[name]
-    if isinstance(row.found, Refused):
-        row.found.by(lambda: convert(row, tmp_path))
-        assert not (tmp_path / "out.pt").exists()
+    written = converted(row, tmp_path)
+    if written is None:
         return
-    report = convert(row, tmp_path)
-    said = [note.message for note in report.notes]
-    assert all(any(words in message for message in said) for words in row.said), said
-    written = torch.load(tmp_path / "out.pt")["optimizer"]
     in_order = (row.found or row.source.optim).replace(" ", "")
     if row.source.form != "no groups":
         groups = written["param_groups"]
