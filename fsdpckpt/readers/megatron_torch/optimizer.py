@@ -9,6 +9,7 @@ the model's copies, on every rank. Experts have an optimizer of their own, behin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import cast
@@ -91,7 +92,10 @@ def unlisted_states(optimizer: RankOptimizer) -> list[Key]:
     """The keys of states that no param group of their optimizer lists."""
     unlisted: list[Key] = []
     for groups in optimizer.optimizers:
-        listed = list(chain.from_iterable(group.ids for group in groups))
+        listed: set[object] = set()
+        for number in chain.from_iterable(group.ids for group in groups):
+            with suppress(TypeError):  # what cannot be hashed is no key of the states
+                listed.add(number)
         unlisted += [key for key in (groups[0].state if groups else ()) if key not in listed]
     return unlisted
 
