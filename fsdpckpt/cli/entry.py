@@ -30,8 +30,12 @@ def main() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
+    import atexit
     import gc
 
+    # Else the interpreter walks all objects once more on its way out, for a tenth of a short command. Only then: a
+    # program that goes on after ``main`` would keep what it froze for ever.
+    atexit.register(gc.freeze)
     gc.disable()  # until the command is imported: classes and functions live on, and walking them takes time
     # numpy's BLAS, which nothing here calls, would start a thread on each core when it is imported
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -56,7 +60,6 @@ def main() -> None:
             with suppress(OSError):  # nobody listens any more
                 stream.flush()
         os._exit(code)
-    gc.freeze()  # else the interpreter walks all objects once more on its way out, for a tenth of a short command
     sys.exit(code)
 
 
