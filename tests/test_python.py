@@ -15,9 +15,9 @@ import fsdpckpt
 from fsdpckpt import errors
 from fsdpckpt.errors import FsdpckptError, SourceIncompleteError
 from fsdpckpt.notebook import MAX_ROWS, table
-from tests.cli.conftest import saved
+from tests.cli.conftest import saved, trained_file
 
-__all__ = ["saved"]
+__all__ = ["saved", "trained_file"]
 PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
 CLASSES = [
     kind

@@ -54,6 +54,9 @@ def find_unrounded(
         elif _can_be_read(master) and _can_be_read(copy) and master.numel:
             pairs.append((name, master, copy))
 
+    if not pairs:
+        return found
+
     def work(readers: tuple[BlockReader, BlockReader], pair: tuple[str, Tensor, Tensor]) -> Problem | None:
         name, master, copy = pair
         try:

@@ -188,8 +188,9 @@ BASE = {"state": {0: {"step": 3, "exp_avg": W}}, "param_groups": [GROUP]}
 def zero(directory: Path, *, shapes: Any = None, **states: Any) -> Path:
     """A step of ZeRO 2 of one rank, with one parameter."""
     held = {"base_optimizer_state": BASE, "single_partition_of_fp32_groups": [W], "group_paddings": [0]}
+    shapes = shapes or [{"w": [3, 5]}]
     files = {
-        "mp_rank_00_model_states.pt": {"module": {"w": W[:0]}, "param_shapes": shapes or [{"w": [3, 5]}]},
+        "mp_rank_00_model_states.pt": {"module": dict.fromkeys(shapes[0], W.reshape(3, 5)), "param_shapes": shapes},
         "zero_pp_rank_0_mp_rank_00_optim_states.pt": {"optimizer_state_dict": {"zero_stage": 2, **held, **states}},
     }
     save(files, directory)

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import fsdpckpt
-from tests.cli.conftest import saved
+from tests.cli.conftest import saved, trained_file
 from tests.recipes.runner import filled, run_action
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: the recipes were not tested")
-__all__ = ["saved"]
+__all__ = ["saved", "trained_file"]
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 ACTION = yaml.safe_load((RECIPES / "action.yml").read_text())

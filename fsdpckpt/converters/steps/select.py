@@ -7,8 +7,8 @@ from dataclasses import replace
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.steps.rename import renaming
+from fsdpckpt.converters.steps.shared_places import require_places
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir import Layout, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -52,32 +52,10 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
             return replace(draft, left_out=True)
         raise
     changed = replace(_with_changes(draft, selected, decision), selected=True)
-    _require_places(changed, decision)
+    counted = decision.layout is not Layout.FLATTENED and (options.key_type or changed.source_keys) == "id"
+    if counted and checkpoint.optim is not None and changed.known_units is not None:
+        require_places(changed, [changed.known_units.parameters], f"{flags.key_type('name')}", written=False)
     return changed.with_checkpoint(replace(selected, units=changed.in_selection(selected.units)))
-
-
-def _require_places(draft: Draft, decision: Decision) -> None:
-    """Raises NeedsInformationError if the target counts parameters, and the place of one is not known: a shared one
-    that is left out under its first name.
-    """
-    units = draft.units_of_source
-    if units is None or draft.changes is None or draft.checkpoint.optim is None:
-        return
-    by_name = flags.key_type("name")
-    next_step = f"{by_name}"
-    if decision.layout is Layout.FLATTENED:
-        order = f"{flags.parameters('FILE')}, the names in the model's order"
-        next_step = f"convert with {flags.to('full')} {by_name} first, then what that wrote, with {order}"
-    elif (decision.options.key_type or draft.source_keys) != "id":
-        return
-    for first, later in draft.changes.displaced(units).items():
-        raise NeedsInformationError(
-            f"the place of {later} in the order of the model is not known: it is {first} under another name, and the "
-            "units record one place for both",
-            key=later,
-            why=f"without {first} the parameter is where {later} is in the model",
-            next_step=next_step,
-        )
 
 
 def _shared_in_units(draft: Draft) -> tuple[tuple[str, str], ...]:

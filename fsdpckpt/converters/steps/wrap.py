@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft
+from fsdpckpt.converters.steps.shared_places import require_places
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import UsageError, to_copy
 from fsdpckpt.flat.units import any_module
@@ -108,8 +109,17 @@ def require_whole_units(draft: Draft, decision: Decision) -> Draft:
     name there, SourceIncompleteError, SourceCorruptError.
     """
     asked, units = decision.options.key_type, draft.units
+    key_type = asked or draft.source_keys or "id"
+    if units is not None:
+        # What is laid out in order: the parameters of each flat one. Ids count parameters, or flat ones.
+        orders = [[param.name for param in unit.params] for unit in units.units]
+        if units.use_orig_params and key_type == "id" and draft.checkpoint.optim is not None:
+            orders.append(list(units.parameters))
+        by_name = f"{flags.to('full')} {flags.key_type('name')}"
+        order = f"{flags.parameters('FILE')}, the names in the model's order"
+        require_places(draft, orders, f"convert with {by_name} first, then what that wrote, with {order}", written=True)
     if units is None or units.use_orig_params:
-        return replace(draft, key_type=asked or draft.source_keys or "id")
+        return replace(draft, key_type=key_type)
     from fsdpckpt.flat.flatten.states import require_equal_states
 
     require_complete(draft.checkpoint, units)
