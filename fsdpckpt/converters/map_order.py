@@ -96,14 +96,11 @@ def _in_stated_order(given: Knowledge, checkpoint: Checkpoint) -> Checkpoint | N
         return None
     if table.optimizer.groups is None:
         return checkpoint  # a list of all parameters counts them
-    place = {name: at for at, name in enumerate(chain(*order.groups) if order.groups is not None else order.names)}
-    names = table.member_names()
-    members = [
-        sorted(group.members, key=lambda member: place.get(clean(str(names.get(member))), len(place)))
-        for group in table.optimizer.groups
-        if group.members is not None
-    ]
-    return table.reordered(members).written(checkpoint)
+    in_order = chain(*order.groups) if order.groups is not None else order.names
+    position = {name: at for at, name in enumerate(in_order)}
+    # The groups are those of the source, and the new model may divide its parameters otherwise: one order for all.
+    listing = [group for group in table.optimizer.groups if group.members is not None]
+    return table.sorted_by([position] * len(listing)).written(checkpoint)
 
 
 def _stated_order(given: Knowledge, checkpoint: Checkpoint) -> ParameterOrder | None:

@@ -117,6 +117,20 @@ class Table:
             groups.append(replace(group, members=listed))
         return replace(self, optimizer=replace(self.optimizer, groups=tuple(groups)), words=tuple(words_of))
 
+    def sorted_by(self, positions: Sequence[Mapping[str, int]]) -> Table:
+        """The table with the members of groups sorted by the positions of their names: one mapping for each group that
+        lists members, by names without prefixes of wrappers. Members without a position come last, in their order.
+        """
+        if self.optimizer is None:
+            return self
+        names = self.member_names()
+        listing = [group.members for group in self.optimizer.groups or () if group.members is not None]
+        in_order = []
+        for members, position in zip(listing, positions, strict=True):
+            of_member = {member: position.get(clean(str(names[member])), len(position)) for member in members}
+            in_order.append(sorted(members, key=of_member.__getitem__))
+        return self.reordered(in_order)
+
     def moved(self, became: Mapping[RowNumber, RowNumber]) -> Table:
         """The table with the members of rows tied to others, those of other names of the same parameters. A group that
         was in the order of the model is again.

@@ -50,12 +50,13 @@ def _listed_as(checkpoint: Checkpoint, other: Optimizer | None) -> Checkpoint:
     if other is None or other.groups is None or table.optimizer is None or table.optimizer.groups is None:
         return checkpoint
     names = table.member_names()
-    lists = [[clean(str(key)) for key in keys] for keys in other.in_groups()]
-    members = []
-    for number, group in enumerate(each for each in table.optimizer.groups if each.members is not None):
-        place = {name: at for at, name in enumerate(lists[number] if number < len(lists) else ())}
-        own = list(group.members or ())
-        if {clean(str(names.get(member))) for member in own} == place.keys():
-            own.sort(key=lambda member: place[clean(str(names.get(member)))])
-        members.append(own)
-    return table.reordered(members).written(checkpoint)
+    own_lists = [group.members for group in table.optimizer.groups if group.members is not None]
+    other_lists = other.in_groups()
+    positions: list[dict[str, int]] = []
+    for number, members in enumerate(own_lists):
+        other_keys = other_lists[number] if number < len(other_lists) else []
+        position = {clean(str(key)): at for at, key in enumerate(other_keys)}
+        # A group of other parameters says nothing of the order of these.
+        same_parameters = position.keys() == {clean(str(names[member])) for member in members}
+        positions.append(position if same_parameters else {})
+    return table.sorted_by(positions).written(checkpoint)

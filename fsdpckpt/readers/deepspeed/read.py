@@ -196,30 +196,16 @@ class _Step:
         """The same step, of a model whose ``experts`` AutoEP divided: each expert-parallel rank is a model-parallel one
         of its own, among which the other parameters are replicated. ``files``: of the experts, without ZeRO 3.
         """
-        ranks, first = len(self.optim), rank_states(self.optim[0])
-        groups = self.module.groups()
-        numbers = _flat_tensors_of_experts(first.groups)
-        of_experts = [shapes for number, shapes in enumerate(groups) if number in numbers]
-        shards = experts.shards(self.directory, self.module.first, of_experts)
-        opened: list[tuple[StepFile, StateDict]] = []
-        if not self.module.partitioned:
-            each = [(file, open_files({0: file.path}, self.table, self.sources)[0]) for file in files]
-            opened = experts.joined(self.directory, each)
-        first_data = data_first(self._config())
-        optim, module = (
-            placed(of_kind, experts.size, ranks, data_first=first_data) for of_kind in (self.optim, self.module.files)
-        )
-        if self.module.partitioned:
-            require_places(module)
-        grid = RankGrid(ranks // experts.size, experts.size)
-        states = replace(
-            self.module,
-            files=module if self.module.partitioned else self.module.files,
-            grid=grid,
-            shards=shards,
-            experts=opened,
-        )
-        return _Step(self.directory, optim, states, self.table, self.sources, experts)
+        numbers = _flat_tensors_of_experts(rank_states(self.optim[0]).groups)
+        of_experts = [shapes for number, shapes in enumerate(self.module.groups()) if number in numbers]
+        module = replace(self.module, shards=experts.shards(self.directory, self.module.first, of_experts))
+        if module.partitioned:  # each rank's module states have its part of the experts
+            module = replace(module, files=self._placed(module.files, experts))
+            require_places(module.files)
+        else:
+            opened = [(file, open_files({0: file.path}, self.table, self.sources)[0]) for file in files]
+            module = replace(module, experts=experts.joined(self.directory, opened))
+        return self._on_expert_ranks(experts, module)
 
     def with_experts(self, files: Sequence[ExpertFile]) -> _Step:
         """The same step, of a model whose experts are in ``files``: each expert-parallel rank is a model-parallel one
@@ -228,17 +214,23 @@ class _Step:
         if self.module.partitioned:
             paths = [file.path for file in files]
             raise unsupported(self.directory, "experts", paths, "ZeRO 1 or 2", "ZeRO 3")
-        ranks, groups = len(self.optim), self.module.groups()
-        first = rank_states(self.optim[0])
-        experts = experts_of(self.directory, self.module.first, groups, first.groups, ranks)
+        groups, param_groups = self.module.groups(), rank_states(self.optim[0]).groups
+        experts = experts_of(self.directory, self.module.first, groups, param_groups, len(self.optim))
         shapes: FlatGroup = {}
         for expert_rank in range(experts.size):
             shapes.update(experts.shapes(groups, expert_rank))
         opened = open_experts(self.directory, files, experts, shapes, self.table, self.sources)
-        grid = RankGrid(ranks // experts.size, experts.size)
-        optim = placed(self.optim, experts.size, ranks, data_first=data_first(self._config()))
-        module = replace(self.module, grid=grid, layers=opened)
-        return _Step(self.directory, optim, module, self.table, self.sources, experts)
+        return self._on_expert_ranks(experts, replace(self.module, layers=opened))
+
+    def _on_expert_ranks(self, experts: Experts | AutoExperts, module: ModuleStates) -> _Step:
+        """The same step with ``module``, on a grid of which each expert-parallel rank is a model-parallel one."""
+        grid = RankGrid(len(self.optim) // experts.size, experts.size)
+        optim = self._placed(self.optim, experts)
+        return replace(self, optim=optim, module=replace(module, grid=grid), experts=experts)
+
+    def _placed(self, files: Sequence[StepFile], experts: Experts | AutoExperts) -> list[StepFile]:
+        """``files`` with their places among the ranks that have the same experts."""
+        return placed(files, experts.size, len(self.optim), data_first=data_first(self._config()))
 
     def tree(self) -> PartContents:
         ranks = [rank_states(file) for file in self.optim]

@@ -28,33 +28,32 @@ _MAX_STATES = 64  # ways to place the first parameters that their values allow
 
 
 @dataclass(frozen=True, slots=True)
-class FlatBuffer:
-    """All parameters of one buffer: the float32 weights, and the states by name."""
+class Optimized:
+    """What the optimizer has of some elements: their float32 weights, and their states by name. The elements are those
+    of a whole buffer, or of one parameter in it.
+    """
 
     weights: StoredTensor
     states: Mapping[str, StoredTensor]
 
-
-@dataclass(frozen=True, slots=True)
-class PlacedParameter:
-    """A parameter's weight and its states: parts of a buffer."""
-
-    weight: StoredTensor
-    states: Mapping[str, StoredTensor]
+    def part(self, start: int, shape: tuple[int, ...]) -> Optimized:
+        """What it has of the parameter of ``shape`` that begins at element ``start``."""
+        states = {name: _part(state, start, shape) for name, state in self.states.items()}
+        return Optimized(_part(self.weights, start, shape), states)
 
 
-def flat_buffers(root: object) -> list[list[FlatBuffer] | None] | None:
+def flat_buffers(root: object) -> list[list[Optimized] | None] | None:
     """The buffers of each of the optimizers in the file with the content ``root``; None for one that another rank
     saves, and for content of another form.
     """
-    found: list[list[FlatBuffer] | None] = []
+    found: list[list[Optimized] | None] = []
     for saved in root if isinstance(root, list) else [root]:
         if saved is None:
             found.append(None)
             continue
         if not isinstance(saved, dict) or saved.get(_COALESCED) is not True:
             return None
-        own: list[FlatBuffer] = []
+        own: list[Optimized] = []
         for number, by_dtype in sorted((key, value) for key, value in saved.items() if type(key) is int):
             if number != len(own) or not isinstance(by_dtype, dict) or len(by_dtype) != 1:
                 return None
@@ -66,7 +65,7 @@ def flat_buffers(root: object) -> list[list[FlatBuffer] | None] | None:
     return found
 
 
-def _buffer(saved: object) -> FlatBuffer | None:
+def _buffer(saved: object) -> Optimized | None:
     if not isinstance(saved, dict):
         return None
     tensors: dict[str, StoredTensor] = {
@@ -76,38 +75,74 @@ def _buffer(saved: object) -> FlatBuffer | None:
     if _WEIGHTS not in tensors or any(flat.shape != length or flat.stride != (1,) for flat in tensors.values()):
         return None
     weights = tensors.pop(_WEIGHTS)
-    return FlatBuffer(weights, tensors)
+    return Optimized(weights, tensors)
 
 
-def parameters_in(
-    optimizers: Sequence[Sequence[FlatBuffer] | None],
-    chunks: Sequence[Mapping[str, StoredTensor]],
-    model: RankFile,
-    flat: RankFile,
-    files: Sequence[SourceFile],
-    sources: Sources,
-) -> dict[str, PlacedParameter] | None:
-    """The parameters in a rank's buffers; None unless there is exactly one way to place them.
-
-    ``chunks``: the parameters of each chunk of the model in the file ``model``; ``flat``: the file of the buffers.
+@dataclass(frozen=True, slots=True)
+class BufferSearch:
+    """Finds the parameters of one rank in its buffers. ``model``: the file of its model; ``flat``: that of the buffers,
+    both in the table of ``files``.
     """
-    found: dict[str, PlacedParameter] = {}
-    for number, buffers in enumerate(optimizers):
-        if buffers is None:
-            continue
-        own = [of_optimizer(chunk, number, len(optimizers)) for chunk in chunks]
-        lists = [of_dtype for chunk in own for of_dtype in _by_dtype(chunk)]
-        if len(lists) != len(buffers) or len(optimizers) > 2:
-            return None
-        for copies, buffer in zip(lists, buffers, strict=True):
-            starts = _starts(copies, buffer.weights, model, flat, files, sources)
-            if starts is None:
+
+    model: RankFile
+    flat: RankFile
+    files: Sequence[SourceFile]
+    sources: Sources
+
+    def parameters(
+        self, optimizers: Sequence[Sequence[Optimized] | None], chunks: Sequence[Mapping[str, StoredTensor]]
+    ) -> dict[str, Optimized] | None:
+        """The parameters in the buffers of ``optimizers``; None unless there is exactly one way to place them.
+
+        ``chunks``: the parameters of each chunk of the model.
+        """
+        found: dict[str, Optimized] = {}
+        for number, buffers in enumerate(optimizers):
+            if buffers is None:
+                continue
+            own = [of_optimizer(chunk, number, len(optimizers)) for chunk in chunks]
+            lists = [of_dtype for chunk in own for of_dtype in _by_dtype(chunk)]
+            if len(lists) != len(buffers) or len(optimizers) > 2:
                 return None
-            for name, start in starts.items():
-                shape = copies[name].shape
-                states = {state: _part(tensor, start, shape) for state, tensor in buffer.states.items()}
-                found[name] = PlacedParameter(_part(buffer.weights, start, shape), states)
-    return found
+            for copies, buffer in zip(lists, buffers, strict=True):
+                starts = self._starts(copies, buffer.weights)
+                if starts is None:
+                    return None
+                for name, start in starts.items():
+                    found[name] = buffer.part(start, copies[name].shape)
+        return found
+
+    def _starts(self, copies: Mapping[str, StoredTensor], weights: StoredTensor) -> dict[str, int] | None:
+        """Where each parameter begins in ``weights``; None unless the values leave one way."""
+        # By the end of the parameters so far and where their bucket begins, modulo the alignment: where they begin.
+        ways: dict[tuple[int, int], list[tuple[int, ...]]] = {(0, 0): [()]}
+        backwards = list(copies)[::-1]
+        for name in backwards:
+            copy = copies[name]
+            held = local_tensor(copy, self.model.file, self.model.rank)
+            more: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+            for (end, base), placed in ways.items():
+                # It is in the same bucket, at the next multiple, or the first of a bucket that begins here.
+                aligned = end + (base - end) % _ALIGNMENT
+                own_bucket = [(end, end % _ALIGNMENT)] if aligned != end else []
+                for start, of_bucket in [(aligned, base), *own_bucket]:
+                    if self._is_at(start, weights, name, held):
+                        ending = start + prod(copy.shape), of_bucket
+                        more.setdefault(ending, []).extend((*way, start) for way in placed)
+            ways = more
+            if not ways or sum(map(len, ways.values())) > _MAX_STATES:
+                return None
+        complete = {way for (end, _), placed in ways.items() if end == weights.shape[0] for way in placed}
+        if len(complete) != 1:
+            return None
+        return dict(zip(backwards, complete.pop(), strict=True))
+
+    def _is_at(self, start: int, weights: StoredTensor, name: str, copy: Tensor) -> bool:
+        """Whether the weight at element ``start`` rounds to ``copy``."""
+        if start + prod(copy.shape) > weights.shape[0]:
+            return False
+        master = local_tensor(_part(weights, start, copy.shape), self.flat.file, self.flat.rank)
+        return first_different([(name, copy, master)], self.files, self.sources) is None
 
 
 def _by_dtype(copies: Mapping[str, StoredTensor]) -> list[dict[str, StoredTensor]]:
@@ -116,54 +151,6 @@ def _by_dtype(copies: Mapping[str, StoredTensor]) -> list[dict[str, StoredTensor
     for name, copy in copies.items():
         found.setdefault(copy.dtype.name, {})[name] = copy
     return list(found.values())
-
-
-def _starts(
-    copies: Mapping[str, StoredTensor],
-    weights: StoredTensor,
-    model: RankFile,
-    flat: RankFile,
-    files: Sequence[SourceFile],
-    sources: Sources,
-) -> dict[str, int] | None:
-    """Where each parameter begins in ``weights``; None unless the values leave one way."""
-    # By the end of the parameters so far and where their bucket begins, modulo the alignment: where they begin.
-    ways: dict[tuple[int, int], list[tuple[int, ...]]] = {(0, 0): [()]}
-    backwards = list(copies)[::-1]
-    for name in backwards:
-        copy = copies[name]
-        held = local_tensor(copy, model.file, model.rank)
-        more: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        for (end, base), placed in ways.items():
-            aligned = end + (base - end) % _ALIGNMENT
-            own_bucket = [(end, end % _ALIGNMENT)] if aligned != end else []
-            for start, of_bucket in [(aligned, base), *own_bucket]:
-                if not _is_at(name, held, weights, start, flat, files, sources):
-                    continue
-                more.setdefault((start + prod(copy.shape), of_bucket), []).extend((*way, start) for way in placed)
-        ways = more
-        if not ways or sum(map(len, ways.values())) > _MAX_STATES:
-            return None
-    complete = {way for (end, _), placed in ways.items() if end == weights.shape[0] for way in placed}
-    if len(complete) != 1:
-        return None
-    return dict(zip(backwards, complete.pop(), strict=True))
-
-
-def _is_at(
-    name: str,
-    copy: Tensor,
-    weights: StoredTensor,
-    start: int,
-    flat: RankFile,
-    files: Sequence[SourceFile],
-    sources: Sources,
-) -> bool:
-    """Whether the weight at element ``start`` rounds to ``copy``."""
-    if start + prod(copy.shape) > weights.shape[0]:
-        return False
-    master = local_tensor(_part(weights, start, copy.shape), flat.file, flat.rank)
-    return first_different([(name, copy, master)], files, sources) is None
 
 
 def _part(tensor: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor:

@@ -28,7 +28,7 @@ from fsdpckpt.readers.megatron_torch.optimizer import (
 )
 from fsdpckpt.readers.megatron_torch.places import BUFFERS_FILE, Grid, RankPlace
 from fsdpckpt.readers.megatron_torch.problems import COPY_AGAIN, MAX_SHOWN, mapping, no_states, uncut, unknown_order
-from fsdpckpt.readers.megatron_torch.rank_model import FORMAT, MODEL, Held
+from fsdpckpt.readers.megatron_torch.rank_model import FORMAT, MODEL, Held, WholeModel
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -81,21 +81,19 @@ class _Iteration:
         self._require_one_save()
         grid, places = self._grid()
         self._require_own_places(grid, places)
-        order, held = self._named(grid, places)
-        shards = self._shards(grid, held)
-        problems: list[Problem] = []
+        whole = self._model(grid, places)
         optimizers = [rank_optimizer(self._root(file).get(OPTIMIZER)) for file in self.files]
+        # The distributed optimizer has its states in files of their own, any other one in those of the model.
         buffers = self._buffers() if any(optimizer is None for optimizer in optimizers) else []
-        distributed = None
-        if buffers:
-            saved = self._root(self.files[0]).get(OPTIMIZER)
-            distributed = read_distributed(
-                self.directory, saved, buffers, held, shards, order, problems, self.table, self.sources
-            )
-        members = None if buffers else self._members(optimizers, held, order, problems)
-        roots = [
-            self._rewritten(own, shards, optimizer, members) for own, optimizer in zip(held, optimizers, strict=True)
-        ]
+        saved = self._root(self.files[0]).get(OPTIMIZER)
+        distributed = read_distributed(whole, buffers, saved, self.table, self.sources) if buffers else None
+        members = None if buffers else self._members(optimizers, whole)
+        problems = [found for found in (distributed, members) if isinstance(found, Problem)]
+        distributed = None if isinstance(distributed, Problem) else distributed
+        members = None if isinstance(members, Problem) else members
+        roots = []
+        for own, optimizer in zip(whole.files, optimizers, strict=True):
+            roots.append(self._rewritten(own, whole.shards, optimizer, members))
         tree = merge_distributed(self.files, roots, FORMAT)
         tree.flavor = FORMAT
         tree.problems += problems
@@ -109,11 +107,12 @@ class _Iteration:
             tree.problems += [*distributed.problems, *distributed.missing.values()]
             archives = [file.archive for file in buffers if file is not None]
             tree.checksums = Checksums.joined([tree.checksums, *(archive.checksums for archive in archives)])
-        root[MODEL] = {**{name: model[name] for name in order if name in model}, **model}
+        in_model: dict[Key, Value] = {name: model[name] for name in whole.order if name in model}
+        root[MODEL] = {**in_model, **model}
         separate_extras(tree, self.table, self.sources)
         tree.notes += notes_on_dropped([file.archive for file in self.files])
         if members is not None or distributed is not None:
-            copies = {weight.dtype.name for own in held for weight in own.weights.values()}
+            copies = {weight.dtype.name for own in whole.files for weight in own.weights.values()}
             tree.notes += notes_on_copies(copies - {"float32"})
         message = f"{self.directory} is Megatron-LM's torch format of {grid.described()}"
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
@@ -243,8 +242,8 @@ class _Iteration:
         keys = [f"{MODEL}{number}" for number in numbers] or [MODEL]
         return [mapping(root.get(key), file, key) for key in keys]
 
-    def _named(self, grid: Grid, places: Mapping[RankPlace, RankFile]) -> tuple[list[str], list[Held]]:
-        """All names in the model, in its order, and what each file has under them."""
+    def _model(self, grid: Grid, places: Mapping[RankPlace, RankFile]) -> WholeModel:
+        """The model, and what each file has of it."""
         place_of = {file.archive.path: place for place, file in places.items()}
         chunks = {place: self._chunks(file) for place, file in places.items()}
         try:
@@ -265,7 +264,7 @@ class _Iteration:
                         own.others[name] = leaf
             held.append(own)
         _share_others(held)
-        return in_order(chunks, names), held
+        return WholeModel(self.directory, held, in_order(chunks, names), self._shards(grid, held))
 
     def _shards(self, grid: Grid, held: Sequence[Held]) -> dict[str, Shards]:
         """What each file has of every parameter."""
@@ -315,23 +314,16 @@ class _Iteration:
 
     # The optimizer
 
-    def _members(
-        self,
-        optimizers: Sequence[RankOptimizer | None],
-        held: Sequence[Held],
-        order: Sequence[str],
-        problems: list[Problem],
-    ) -> _Members | None:
-        """The parameters of each param group, which the values prove on every rank. None, with a fatal problem of the
-        optimizer, if they do not.
+    def _members(self, optimizers: Sequence[RankOptimizer | None], model: WholeModel) -> _Members | Problem | None:
+        """The parameters of each param group, which the values prove on every rank; a fatal problem of the optimizer if
+        they do not. None without an optimizer.
         """
         if all(OPTIMIZER not in self._root(file) for file in self.files):
             return None
         by_file: list[list[list[str]]] = []
-        for own, optimizer in zip(held, optimizers, strict=True):
+        for own, optimizer in zip(model.files, optimizers, strict=True):
             if optimizer is None:
-                problems.append(no_states(own.file))
-                return None
+                return no_states(own.file)
             unlisted = unlisted_states(optimizer)
             if unlisted:
                 raise damaged(
@@ -345,29 +337,28 @@ class _Iteration:
             copies = {name: weight for name, weight in own.weights.items() if not is_buffer(name)}
             names = names_of_groups(own.file, optimizer, copies, self.table.files(), self.sources)
             if names is None:
-                problems.append(unknown_order(own.file))
-                return None
+                return unknown_order(own.file)
             by_file.append(names)
+        # All files have the same groups, and a parameter is in the same group in each file that has it.
         group_of: dict[str, int] = {}
-        for own, names in zip(held, by_file, strict=True):
+        for own, names in zip(model.files, by_file, strict=True):
+            if len(names) != len(by_file[0]):
+                return unknown_order(own.file)
             for number, of_group in enumerate(names):
-                if len(names) != len(by_file[0]) or any(
-                    group_of.setdefault(name, number) != number for name in of_group
-                ):
-                    problems.append(unknown_order(own.file))
-                    return None
+                if any(group_of.setdefault(name, number) != number for name in of_group):
+                    return unknown_order(own.file)
         groups: list[list[str]] = [[] for _ in by_file[0]]
-        for name in order:
+        for name in model.order:
             if name in group_of:
                 groups[group_of[name]].append(name)
         # A group without parameters on a stage is there for the others' sake, and its step may not be counted.
-        settings = [
-            next((each for own in optimizers if own is not None and (each := own.groups[number]).ids), None)
-            for number in range(len(groups))
-        ]
-        first = cast(RankOptimizer, optimizers[0]).groups
-        chosen = [(each or first[number]).settings for number, each in enumerate(settings)]
-        return _Members(dict(zip((own.file.rank for own in held), by_file, strict=True)), groups, chosen)
+        settings: list[StateDict] = []
+        for of_files in zip(*(own.groups for own in optimizers if own is not None), strict=True):
+            with_parameters = [group for group in of_files if group.ids]
+            settings.append((with_parameters or of_files)[0].settings)
+        return _Members(
+            {own.file.rank: names for own, names in zip(model.files, by_file, strict=True)}, groups, settings
+        )
 
     def _buffers(self) -> list[RankFile | None]:
         """The file of each rank's distributed optimizer, None for a rank without one; [] if no rank has one."""
