@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdpckpt import flags
 from fsdpckpt.converters.output.spool import Spool
@@ -15,6 +16,9 @@ from fsdpckpt.errors import FsdpckptError, Leftover, SourceError, attach_leftove
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Note, Problem
 from fsdpckpt.text import truncate
+from tests.cli.conftest import Run, run
+
+__all__ = ["run"]
 
 _OF_THE_HUB = "hf_" + "aB3" * 12
 
@@ -35,6 +39,19 @@ LOCATIONS = {
     "s3://:hidden@bucket/run": "s3://***@bucket/run",
     "az://container/x.pt?sig=hidden": "az://container/x.pt?***",
     "simplecache::s3://KEY:hidden@bucket/run": "simplecache::s3://***@bucket/run",
+    "https://host/full.pt#hidden": "https://host/full.pt#***",
+    "https://host/full.pt#token=hidden?more=hidden": "https://host/full.pt#***",
+    "https://host/full.pt?a=hidden#hidden": "https://host/full.pt?***",
+    "s3://bucket/x.pt#key=hidden": "s3://bucket/x.pt#***",
+    "s3://hidden@bucket/run": "s3://***@bucket/run",
+    # typed without slashes, or with too many: it is no URL, and is shown in the error that says so
+    "https:someone:hidden@host/x": "https:***@host/x",
+    "https:/someone:hidden@host/x": "https:/***@host/x",
+    "https:///someone:hidden@host/x": "https:///***@host/x",
+    "https:hidden@host/x": "https:***@host/x",
+    "https:host/x?hidden": "https:host/x?***",
+    "s3:KEY:hidden@bucket": "s3:***@bucket",
+    "S3:/KEY:hid/hidden@bucket/x?sig=hidden": "S3:/***@bucket/x?***",
     f"hf://{_OF_THE_HUB}@user/repo": "hf://***@user/repo",
 }
 PLAIN = (
@@ -48,6 +65,11 @@ PLAIN = (
     "hdfs://node:8020/run@5/x.pt",
     "gs://bucket/lr=0.1/step?/beta=2",
     "runs/what?lr=3",
+    "s3://bucket/run#3/x.pt",
+    "hf:user@main",
+    "layers:a:b@c#d=3",
+    "my-https:a:b@c",
+    "file:///runs/a:b@c",
     "layers.0.hf_attention.weight",
 )
 
@@ -125,3 +147,25 @@ def test_no_directory_for_an_upload_is_called_by_a_secret(location: str, tmp_pat
     spool = Spool.of(location, str(tmp_path))
     assert "hidden" not in spool.path and _OF_THE_HUB not in spool.path
     assert Path(spool.path).relative_to(spool.root).parts[1:] == (shown_name(location),)
+
+
+@pytest.mark.parametrize(
+    "url", ["https:u:SeCrEt@h/x", "https:/u:SeCrEt@h/x.pt", "s3:///KEY:Se/SeCrEt@b", "foo://h/x?key=SeCrEt"]
+)
+def test_no_command_shows_the_credentials_of_what_is_no_url(
+    url: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slash that was forgotten, or a store that fsdpckpt does not know: refused, with none of its secrets."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(3, 3)}, "full.pt")
+    convert = ("convert", "full.pt", "out.pt", "--to", "full")
+    commands = [("inspect", url), ("verify", url), ("diff", "full.pt", url), ("diff", url, "full.pt")]
+    commands += [("units", "--from", url), ("convert", url, "out.pt"), ("convert", "full.pt", url, "--to", "full")]
+    commands += [("convert", url, "out", "--each", "step-*"), ("convert", "full.pt", url, "--each", "step-*")]
+    commands += [(*convert, option, url) for option in ("--reference", "--parameters", "--units", "--like", "--map")]
+    for command in commands:
+        for form in ((), ("--json",)):
+            done = run(*command, *form)
+            assert "SeCrEt" not in done.out + done.err, (command, done.out, done.err)
+            assert done.code, command
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full.pt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect as signatures
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterable
@@ -180,9 +181,9 @@ def command(
     return run
 
 
-# ``s3://``, ``gs:``, ``s3:/bucket``, ``https:///x``; but ``hdfs:///x`` is a file of the default host
+# ``s3://``, ``gs:``, ``s3:bucket``, ``s3:/bucket``, ``https:///x``; but ``hdfs:///x`` is a file of the default host
 _UNFINISHED_URL = re.compile(
-    r"(?!(?:hdfs|memory):///.)(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory):(?://?/?|/([^/].*)|///.*|)"
+    r"(?!(?:hdfs|memory):///.)(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory):(?://?/?|/?([^/].*)|///.*|)"
 )
 
 
@@ -193,7 +194,8 @@ def _gather_values(metavar: str, path: str) -> str:
         local = path.removeprefix("file:").removeprefix("//")
         what = f"{metavar} is a local file, which is given by its path: {path}"
         raise UsageError(what, next_step=f"give {local or 'its path'}")
-    if begun := _UNFINISHED_URL.fullmatch(path):
+    begun = _UNFINISHED_URL.fullmatch(path)
+    if begun and not os.path.lexists(path):
         whole = f"{begun[1]}://{begun[2] or 'BUCKET/PATH'}"
         raise UsageError(f"{metavar} is not a complete URL: {path}", next_step=f"give {whole}")
     return path

@@ -304,7 +304,7 @@ def test_credentials_in_a_url_are_not_written_into_the_target(
 
 
 def _with_secrets(url: str) -> str:
-    return f"{url.replace('://', '://someone:SeCrEt@')}?X-Amz-Signature=SeCrEt&more=1"
+    return f"{url.replace('://', '://someone:SeCrEt@')}?X-Amz-Signature=SeCrEt&more=1#SeCrEt"
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
