@@ -45,7 +45,7 @@ from fsdpckpt.readers.protocol import MANIFEST, Locate, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.text import size_text
-from fsdpckpt.transform.selection import choose_section, named_section
+from fsdpckpt.transform.selection import NoKeyMatchesError, choose_section, named_section
 from fsdpckpt.verify.elements import without_repeats
 from fsdpckpt.verify.masters import require_rounded
 
@@ -75,7 +75,7 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     some of it.
     """
     try:
-        draft, decision = _select(source, target, options, sources)
+        draft, decision = _read_and_transform(source, target, options, sources)
     except (SourceIncompleteError, SourceCorruptError) as error:
         if options.only is None and (readable := _what_can_be_read(source, error, options, sources)) is not None:
             steps = [error.next_step or error.usual_next_step, readable]
@@ -125,7 +125,7 @@ def _require_possible_size(checkpoint: Checkpoint, target: str) -> None:
         )
 
 
-def _select(source: str, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
+def _read_and_transform(source: str, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
     """Read SRC, decide what is written, and transform what was read into it."""
     opened = _read_what_is_taken(source, target, options, sources)
     require_matches(options.ignore_file, opened.checkpoint)
@@ -138,21 +138,26 @@ def _read_what_is_taken(source: str, target: str, options: ConvertOptions, sourc
     if takes_all or options.map:  # a map compares numbers of several parameters
         return _read(source, options, sources, Locate.ALL)
     outline = _read(source, options, sources, Locate.NOTHING)
-    if all(map(is_located, outline.checkpoint.leaves())):
+    if all(map(is_located, outline.checkpoint.leaves())):  # in no DCP directory
         return outline
+    # The metadata is parsed once: what follows takes it from ``sources`` and opens items.
     return _read(source, options, sources, _what_to_locate(outline, target, options, sources))
 
 
 def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sources: Sources) -> Locate:
     """The items of a DCP directory that hold what ``options`` take: those of the tensors that are left when its
     metadata alone is transformed. All if flat parameters or master weights have to be proved by their bytes.
+
+    Raises UsageError for a glob that matches nothing: items have no other names.
     """
     checkpoint = outline.checkpoint
     if checkpoint.origin.has_masters or is_flattened(checkpoint, sources, units_request(options)):
         return Locate.ALL
     try:
         draft, _ = _transform(outline, target, options, sources)
-    except FsdpckptError:  # the bytes may show otherwise; if not, the error lists what is wrong with all items
+    except NoKeyMatchesError:
+        raise
+    except FsdpckptError:  # the items may show otherwise; if not, the error lists what is wrong with all of them
         return Locate.ALL
     taken = [*draft.checkpoint.leaves(), *draft.side_files.values()]
     return Locate.only(items_of(taken))
@@ -165,13 +170,11 @@ def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: S
 
 
 class _Opened(NamedTuple):
-    """What is selected of SRC; of one of several sections the keys that it and its model have, and what the options
-    about units say of it.
-    """
+    """SRC as it was read. Where ``--only`` names one of several sections, the section alone."""
 
     checkpoint: Checkpoint
-    places: tuple[str, ...]
-    request: UnitsRequest
+    places: tuple[str, ...]  # the keys of that section, and of its model
+    request: UnitsRequest  # what the options about units say of it
 
 
 def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate) -> _Opened:
@@ -185,13 +188,14 @@ def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate
     )
     if section_of(options.only) is not Section.OPTIM:
         require_rounded(whole, sources)
+    # The copies have been compared with the masters, and are not written.
     distinct = without_repeats(replace(whole, copies={}), sources)
-    chosen = choose_section(distinct, options.only)
-    checkpoint = with_told_masters(chosen, of_one_section(options), sources)
-    named = named_section(distinct, options.only)
-    request = replace(units_request(options), sections=labels_of(distinct, named))
-    request = request if named is None else with_parameters_of_section(request, distinct, named)
-    return _Opened(checkpoint, places_of(distinct, named), request)
+    section = named_section(distinct, options.only)
+    checkpoint = with_told_masters(choose_section(distinct, options.only), of_one_section(options), sources)
+    request = replace(units_request(options), sections=labels_of(distinct, section))
+    if section is not None:
+        request = with_parameters_of_section(request, distinct, section)
+    return _Opened(checkpoint, places_of(distinct, section), request)
 
 
 def make_report(

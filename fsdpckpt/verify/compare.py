@@ -27,16 +27,6 @@ from fsdpckpt.verify.repeated import nbytes_to_read
 from fsdpckpt.verify.wrappers import UNWRAPPED, has_bare_names, without_wrappers
 
 
-def _one_of_several_copies(sides: Iterable[Checkpoint]) -> list[str]:
-    """A note for each side of whose tensors ranks hold different copies, or perhaps parts."""
-    notes: list[str] = []
-    for side in sides:
-        keys = [str(problem.key) for problem in undecided_copies(side)]
-        if keys:
-            notes.append(f"{side.source}: only the lowest rank's copy is compared of {some_of(keys, 5)}")
-    return notes
-
-
 def compare(
     a: Checkpoint,
     b: Checkpoint,
@@ -52,48 +42,60 @@ def compare(
     Raises NeedsInformationError if the optimizers' key types differ and cannot be matched by order,
     SourceIncompleteError if a tensor that must be read is incomplete.
     """
+    # Both sides by the same names: of shared parameters, and without the prefixes of wrappers.
+    sides = (a, b)
     for units in (a.units, b.units):
         if units is not None:
-            a, b = (rename_shared_states(each, units) for each in (a, b))
-    saved, bare = (a, b), any(map(has_bare_names, (a, b)))
-    unwrapped = [without_wrappers(each, bare=bare) for each in saved]
-    a, b = (each.checkpoint for each in unwrapped)
-    matched = match_optimizers(a, b)
+            sides = (rename_shared_states(sides[0], units), rename_shared_states(sides[1], units))
+    bare = any(map(has_bare_names, sides))
+    unwrapped = [without_wrappers(side, bare=bare) for side in sides]
+    plain_a, plain_b = (each.checkpoint for each in unwrapped)
     notes = [UNWRAPPED] if any(each.shortened for each in unwrapped) else []
-    notes += _one_of_several_copies(saved)
+    notes += _one_of_several_copies(sides)
+    # Every leaf of each side by its address. Named sections are paired, and compared below A's place.
+    matched = match_optimizers(plain_a, plain_b)
     flavors = (a.flavor, b.flavor)
-    leaves_a = leaves_of(a, {}, matched.positions, flavors)
-    leaves_b = leaves_of(b, matched.keys, matched.positions, flavors)
-    for named_a, named_b in _pair_sections(saved[0], saved[1]):
-        more_a, more_b, more_notes = _named_leaves(saved, named_a, named_b, bare=bare)
+    leaves_a = leaves_of(plain_a, {}, matched.positions, flavors)
+    leaves_b = leaves_of(plain_b, matched.keys, matched.positions, flavors)
+    for named_a, named_b in _pair_sections(*sides):
+        more_a, more_b, more_notes = _named_leaves(sides, named_a, named_b, bare=bare)
         leaves_a.update(more_a)
         leaves_b.update(more_b)
         notes += more_notes
     in_b = match_addresses(leaves_a, leaves_b)
-    absence = Absence(a, b, sources, leaves_b)
     compared = _compare_values(
-        _Sides(a, b, sources),
+        _Sides(plain_a, plain_b, sources),
         {address: (leaves_a[address], leaves_b[address_b]) for address, address_b in in_b.items()},
         tolerance,
-        threads if threads is not None else threads_for(a, b),
+        threads if threads is not None else threads_for(plain_a, plain_b),
         progress,
     )
-    names = known_names(a) or known_names(b)
+    # A's leaves in A's order, then those that only B has.
+    absence = Absence(plain_a, plain_b, sources, leaves_b)
+    names = known_names(plain_a) or known_names(plain_b)
     entries: list[ComparedKey] = []
     for address, value in leaves_a.items():
         if address in in_b:
             entries.append(_entry_of_both(address, compared[address], names))
-        else:
-            entries.append(
-                _entry_of_one("-", address, value, names, counts=strict or absence.counts(address, value, b))
-            )
+            continue
+        counts = strict or absence.counts(address, value, plain_b)
+        entries.append(_entry_of_one("-", address, value, names, counts=counts))
     in_both = set(in_b.values())
     for address, value in leaves_b.items():
         if address not in in_both:
-            entries.append(
-                _entry_of_one("+", address, value, names, counts=strict or absence.counts(address, value, a))
-            )
+            counts = strict or absence.counts(address, value, plain_a)
+            entries.append(_entry_of_one("+", address, value, names, counts=counts))
     return Difference(tuple(entries), (*notes, *matched.notes), (a.source, b.source))
+
+
+def _one_of_several_copies(sides: Iterable[Checkpoint]) -> list[str]:
+    """A note for each side of whose tensors ranks hold different copies, or perhaps parts."""
+    notes: list[str] = []
+    for side in sides:
+        keys = [str(problem.key) for problem in undecided_copies(side)]
+        if keys:
+            notes.append(f"{side.source}: only the lowest rank's copy is compared of {some_of(keys, 5)}")
+    return notes
 
 
 def _entry_of_both(address: Address, compared: Compared, names: Mapping[ParamKey, str]) -> ComparedKey:

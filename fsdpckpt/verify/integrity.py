@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -121,60 +121,39 @@ def verify_checkpoint(
     """Check coverage, files, checksums, replicas and the optimizer, reading data only where a check needs it.
 
     ``digests`` reads every tensor, ``finite`` those that it selects. ``buffers``: globs of model keys of which ranks
-    may hold different copies. Problems of the checkpoint are in the result,
-    never raised.
+    may hold different copies. Problems of the checkpoint are in the result, never raised.
     """
     threads = threads if threads is not None else threads_for(checkpoint)
     tensors = list(checkpoint.tensors())
     in_files = TensorsInFiles(checkpoint, tensors)
+    # What headers and metadata show.
     truncated, incomplete = _truncated(checkpoint, tensors, in_files, sources)
     incomplete |= {number for number, named in enumerate(tensors) if flaws(named.tensor)}
     all_read = checkpoint.with_problems(*invariants.problems(checkpoint))
     problems = [*with_named_buffers(all_read, buffers).problems, *truncated]
+    # Bytes that carry checksums, whatever they hold.
     ranges = checksummed_ranges(checkpoint, sources)
     problems += check_ranges(ranges, sources=sources, in_files=in_files, threads=threads, progress=progress)
-    replicas = [[] if number in incomplete else replica_sets(named.tensor) for number, named in enumerate(tensors)]
+    # Values: replicas are compared, NaN and Inf are counted, digests are computed. Each tensor is read once.
     not_searched = buffer_keys(checkpoint) if finite is not None else frozenset()
-    searched = {
-        number for number, named in enumerate(tensors) if finite is not None and finite.selects(named, not_searched)
-    }
-    to_read = [
-        number
-        for number, sets in enumerate(replicas)
-        if number not in incomplete and (digests or number in searched or sets)
-    ]
-
-    def make_readers() -> tuple[BlockReader, BlockReader]:
-        return BlockReader(checkpoint.files, sources), BlockReader(checkpoint.files, sources)
-
-    def read(readers: tuple[BlockReader, BlockReader], number: int) -> _ReadTensor:
-        named = tensors[number]
-        try:
-            different = check_replicas(readers, named, replicas[number], progress)
-            others = _not_finite(readers[0], named, progress) if number in searched else []
-            hashed = digests and not is_endless(named.tensor)
-            sha256 = digest(readers[0], named.tensor, progress) if hashed else None
-            return _ReadTensor(named, different, others, sha256)
-        except SourceError as error:
-            return _ReadTensor(named, [], [problem_of("unreadable", [named], error.what, file=error.file)], None)
-
-    nbytes = 0
-    for number in to_read:
-        tensor = tensors[number].tensor
-        nbytes += tensor.nbytes if digests and not is_endless(tensor) else 0
-        nbytes += nbytes_to_read(tensor) if number in searched else 0
-        nbytes += replica_bytes(tensor, replicas[number])
-    progress.begin("tensors", nbytes)
-    order = in_file_order([tensors[number].tensor for number in to_read])
-    results = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
-    progress.end()
-    differing = _differing_buffers(checkpoint, results, buffers)
+    readable = [number for number in range(len(tensors)) if number not in incomplete]
+    searched = [number for number in readable if finite is not None and finite.selects(tensors[number], not_searched)]
+    values = _Values(
+        checkpoint,
+        tensors,
+        replicas={number: replica_sets(tensors[number].tensor) for number in readable},
+        searched=frozenset(searched),
+        hashed=frozenset(number for number in readable if digests and not is_endless(tensors[number].tensor)),
+    )
+    results = values.read(sources, threads, progress)
+    differing = _differing_buffers(checkpoint, results.values(), buffers)
     # The bytes have been compared: what checksums showed of the same tensors is not said twice.
-    compared = {each.named.key for each in results if each.different}
+    compared = {each.named.key for each in results.values() if each.different}
     of_copies = {*undecided_copies(checkpoint), *contradicting_copies(copies_of_plain_tensors(checkpoint))}
     problems = [each for each in problems if each not in of_copies or each.key not in compared]
-    for each in results:
+    for each in results.values():
         problems += [*([] if each.named.key in differing else each.different), *each.others]
+    # Steps and master weights: values that several tensors must agree on.
     skipped = {tensors[number].tensor for number in incomplete}
     problems += check_steps(checkpoint, skipped, sources=sources, threads=threads, progress=progress)
     for section in checkpoint.named:
@@ -182,11 +161,11 @@ def verify_checkpoint(
         problems += map(section.problem, found)
     problems += find_unrounded(checkpoint, sources, threads=threads, progress=progress)
     problems += _stray_problems(checkpoint)
-    sha256 = dict(zip(to_read, (each.sha256 for each in results), strict=True))
-    tensor_digests = [
-        TensorDigest(named.section, named.key, named.tensor.dtype.name, named.tensor.shape, sha256.get(number))
-        for number, named in enumerate(tensors if digests else ())
-    ]
+    tensor_digests = []
+    for number, named in enumerate(tensors if digests else ()):
+        sha256 = results[number].sha256 if number in results else None
+        dtype, shape = named.tensor.dtype.name, named.tensor.shape
+        tensor_digests.append(TensorDigest(named.section, named.key, dtype, shape, sha256))
     problems += _changed_tensors(checkpoint, tensors, tensor_digests)
     return Verification(
         source=checkpoint.source,
@@ -195,12 +174,12 @@ def verify_checkpoint(
         tensors=len(tensors),
         nbytes=stored_bytes([named.tensor for named in tensors]),
         records=len(ranges),
-        replicas=sum(len(rows) - 1 for sets in replicas for rows in sets),
+        replicas=sum(len(rows) - 1 for sets in values.replicas.values() for rows in sets),
         notes=(
             *_notes(checkpoint, len(ranges)),
             *_buffer_notes(differing),
             *(finite.note(not_searched) if finite is not None else ()),
-            *_without_digest([tensors[number] for number in to_read] if digests else []),
+            *_without_digest([tensors[number] for number in readable] if digests else []),
         ),
     )
 
@@ -212,6 +191,54 @@ class _ReadTensor(NamedTuple):
     different: list[Problem]
     others: list[Problem]
     sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What is done with the values of ``tensors``, by their numbers."""
+
+    checkpoint: Checkpoint
+    tensors: Sequence[NamedTensor]
+    replicas: Mapping[int, list[list[int]]]  # the copies to compare: sets of rows of chunks
+    searched: frozenset[int]  # in which NaN and Inf are counted
+    hashed: frozenset[int]  # of which digests are computed
+
+    def read(self, sources: Sources, threads: int, progress: Progress) -> dict[int, _ReadTensor]:
+        """Read every tensor with which something is done, and say what was found."""
+        to_read = [
+            number for number, sets in self.replicas.items() if sets or number in self.searched or number in self.hashed
+        ]
+
+        def make_readers() -> tuple[BlockReader, BlockReader]:
+            files = self.checkpoint.files
+            return BlockReader(files, sources), BlockReader(files, sources)
+
+        def read(readers: tuple[BlockReader, BlockReader], number: int) -> _ReadTensor:
+            return self._read_one(readers, number, progress)
+
+        progress.begin("tensors", sum(map(self._nbytes, to_read)))
+        order = in_file_order([self.tensors[number].tensor for number in to_read])
+        found = for_each(to_read, read, make_reader=make_readers, threads=threads, order=order)
+        progress.end()
+        return dict(zip(to_read, found, strict=True))
+
+    def _read_one(self, readers: tuple[BlockReader, BlockReader], number: int, progress: Progress) -> _ReadTensor:
+        named = self.tensors[number]
+        try:
+            different = check_replicas(readers, named, self.replicas[number], progress)
+            others = _not_finite(readers[0], named, progress) if number in self.searched else []
+            sha256 = digest(readers[0], named.tensor, progress) if number in self.hashed else None
+            return _ReadTensor(named, different, others, sha256)
+        except SourceError as error:
+            return _ReadTensor(named, [], [problem_of("unreadable", [named], error.what, file=error.file)], None)
+
+    def _nbytes(self, number: int) -> int:
+        """How many bytes are read of one tensor, once for each thing that is done."""
+        tensor = self.tensors[number].tensor
+        nbytes = replica_bytes(tensor, self.replicas[number])
+        nbytes += tensor.nbytes if number in self.hashed else 0
+        nbytes += nbytes_to_read(tensor) if number in self.searched else 0
+        return nbytes
 
 
 def _differing_buffers(checkpoint: Checkpoint, read: Iterable[_ReadTensor], globs: Sequence[str]) -> list[str]:

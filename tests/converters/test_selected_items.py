@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.converters import prepare
-from fsdpckpt.errors import SourceCorruptError
+from fsdpckpt.errors import SourceCorruptError, UsageError
 from fsdpckpt.formats.dcp.items import ItemReader
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
@@ -78,6 +78,15 @@ def test_only_the_items_of_what_is_taken_are_opened(
     monkeypatch.setattr(prepare, "_what_to_locate", lambda *_: Locate.ALL)
     assert converted(source, tmp_path / "b", to="sharded", world_size=3, **options) == found
     assert sum(opened) == 2 * TENSORS * RANKS + TENSORS
+
+
+@pytest.mark.parametrize("globs", [{"include": ("w6*",)}, {"exclude": ("w*",)}, {"only": "model", "exclude": ("v*",)}])
+def test_globs_that_match_nothing_and_that_leave_nothing_are_refused_before_an_item_is_opened(
+    globs: dict[str, Any], source: Path, tmp_path: Path, opened: list[int]
+) -> None:
+    with pytest.raises(UsageError, match=r"match|leave none"):
+        converted(source, tmp_path / "a", to="sharded", world_size=3, **globs)
+    assert opened == []
 
 
 def test_damage_of_what_is_taken_is_refused_and_of_the_rest_is_not_looked_at(source: Path, tmp_path: Path) -> None:
