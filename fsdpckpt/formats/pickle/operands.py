@@ -37,6 +37,17 @@ def numbers_of(opcodes: Sequence[bytes]) -> Int64Array:
     return value.astype(np.int64)
 
 
+def references_of(opcodes: Sequence[bytes]) -> Int64Array:
+    """The memo numbers that these opcodes refer to, one in each; -1 for an opcode that is no reference."""
+    length = np.fromiter(map(len, opcodes), np.int64, len(opcodes))
+    data = b"".join(opcodes) + bytes(8)
+    begin = np.cumsum(length) - length
+    opcode = np.frombuffer(data, np.uint8)[begin]
+    words: npt.NDArray[np.uint64] = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))
+    width = (opcode == ord("h")) + 4 * (opcode == ord("j"))
+    return np.where(width > 0, (words[begin + 1] & _MASK[width]).astype(np.int64), -1)
+
+
 def sizes_of(
     opcodes: Sequence[bytes],
 ) -> tuple[npt.NDArray[np.signedinteger], npt.NDArray[np.int8], int | npt.NDArray[np.uint8]]:

@@ -20,14 +20,17 @@ from fsdpckpt.formats.pickle.operands import (
     NotScannedError,
     by_value,
     numbers_of,
+    references_of,
     sizes_of,
     smallest_integers,
 )
 from fsdpckpt.formats.pickle.patterns import GET, MEMOIZES, NEW, in_frame, memoising, plain
 from fsdpckpt.formats.pickle.records import Example, Holder, Reads, Record, RecordForm, RecordRun, Row, Scan
+from fsdpckpt.ir.tensors import Int64Array
 
-_SHORT_TEXT_OPCODE, _STOP = 0x8C, ord(".")
+_SHORT_TEXT_OPCODE, _STOP, _GETS = 0x8C, ord("."), b"hj"
 _MAX_FORMS = 256  # patterns that are made; a save has fewer than ten
+_COPIED = 1  # the group of opcodes that are copied; those of records come after it
 _NEW_NBYTES = 2  # of the opcodes that make an instance
 _MAX_COPIED = 1023  # opcodes that are copied at once: where a frame ends among them, they are read from the first on
 _MAX_REMEMBERED = 32 << 20  # bytes of whole records with lists that are recognised when they come again
@@ -70,6 +73,16 @@ class _Added(NamedTuple):
     new: list[int]
 
 
+class _TextColumn(NamedTuple):
+    """``references``: the memo number that each of ``opcodes`` refers to, -1 for a text. ``numbers``: of the texts, -1
+    until a reference is read.
+    """
+
+    opcodes: Sequence[bytes]
+    references: Int64Array
+    numbers: npt.NDArray[np.signedinteger]
+
+
 class Scanner:
     """Reads a pickle in blocks, without its first opcode, which tells the protocol, and without frames.
 
@@ -82,11 +95,13 @@ class Scanner:
         self._references_in = _references_in(numbered)
         self._out = bytearray()
         self._memo = Memo()
+        self._copied = bytearray()  # opcodes whose memo numbers have not been collected
         self._numbers: list[bytes] = []  # the opcodes that give a value a memo number
         self._gets: dict[bytes, bytes] = {}  # what a reference becomes
         self._texts_in_runs: list[TextsInRun] = []
         self._bases: list[int] = []  # of these
-        self._text_numbers: dict[bytes, int] = {}  # by the opcodes of a text, or of a reference that the loader reads
+        self._text_numbers: dict[bytes, int] = {}  # by the opcodes of a text
+        self._referred: dict[int, int] = {}  # the numbers of texts that records refer to, by memo number
         self._forms: dict[tuple[str, _Groups], RecordForm] = {}
         self._latest: dict[str, RecordForm] = {}
         self._shown: set[RecordForm] = set()  # those with an example
@@ -104,7 +119,7 @@ class Scanner:
         """
         boundaries = iter(frames)
         boundary = next(boundaries, -1)
-        at, records = 0, len(self._records)
+        at = 0
         while at < limit and not self.ended:
             if self._skipping and self._skipped is not None:
                 return self._skip(self._skipped, data, at, limit)
@@ -112,24 +127,28 @@ class Scanner:
                 raise NotScannedError("records that are not added to a list or a dict")
             self._allowed = b""
             match = self._step.match(data, at)
-            kind, end = (-1, at) if match is None else ((match.lastindex or 0) - 1, match.end())
-            if match is None or end == at:
-                end = self._other(data, at)
-            elif kind < records:
-                self._take(self._records[kind], data, at, end)
-            elif kind == records:
+            if match is None:
+                raise NotScannedError("an opcode that cannot be read")
+            found, copied, end = match.lastindex or 0, match.end(1), match.end()
+            if copied > at:
+                self._copy(match[1])
+            record = self._records[found - _COPIED - 1] if _COPIED < found <= _COPIED + len(self._records) else None
+            if record is not None:
+                self._take(record, data, copied, end)
+            elif found > _COPIED:
                 self._begin_skipping()
-            else:
-                self._copy(match[records + 2])
+            elif end == at:
+                copied = end = self._other(data, at)
+            walked = at
             while 0 <= boundary <= end:
-                latest = self._latest.get(self._records[kind].name) if 0 <= kind < records else None
-                passed = latest.several.match(data, at, boundary) if latest is not None else None
-                at = at if passed is None else passed.end()  # whole records are passed at once
-                _require_boundary(data, at, boundary)
+                if boundary > copied:
+                    walked = self._past_records(record, data, max(walked, copied), boundary)
+                _require_boundary(data, walked, boundary)
                 boundary = next(boundaries, -1)
             at = end
         if self.ended and at < len(data):
             raise NotScannedError("bytes after the end")
+        self._collect_numbers()
         return at
 
     def finish(self, protocol: bytes) -> Scan:
@@ -141,11 +160,23 @@ class Scanner:
         self._scan.pickle = protocol + bytes(self._out)
         return self._scan
 
+    def _past_records(self, record: Record | None, data: bytes, at: int, limit: int) -> int:
+        """Where the last whole record of this kind ends that is before ``limit``; ``at`` if none is."""
+        latest = self._latest.get(record.name) if record is not None else None
+        passed = latest.several.match(data, at, limit) if latest is not None else None
+        return at if passed is None else passed.end()
+
     def _copy(self, opcodes: bytes) -> None:
         """Copy opcodes, and replace the references among them."""
-        if self._numbered:
-            self._numbers += filter(None, memoising(numbered=True).findall(opcodes))
-        elif MEMOIZES in opcodes:
+        if self._numbered:  # references stay as they are
+            self._copied += opcodes
+            self._out += opcodes
+            return
+        if _is_short_text(opcodes):  # as a rule it is the key of a record
+            self._memo.keep(1)
+            self._out += opcodes
+            return
+        if MEMOIZES in opcodes:
             self._memo.keep(memoising(numbered=False).findall(opcodes).count(MEMOIZES))
         gets = self._gets
         for get, others in self._references_in.findall(opcodes):
@@ -154,19 +185,30 @@ class Scanner:
             self._out += others
 
     def _other(self, data: bytes, at: int) -> int:
-        """Copy a text of another protocol, or a long one, or end the walk; return where the opcode ends."""
+        """Copy a text of another protocol, or a long one, or a reference to the class of an instance that is no record,
+        or end the walk; return where the opcode ends.
+        """
         opcode = data[at]
         if opcode == _STOP:
             self._out.append(opcode)
             self.ended = True
             return at + 1
-        if opcode not in COUNTED:
+        if opcode not in COUNTED and opcode not in _GETS:
             raise NotScannedError(f"opcode {opcode:#x}")
         end = opcode_end(data, at)
         if end > len(data):
             raise NotScannedError("a text that is too long, or cut off")
-        self._out += data[at:end]
+        if opcode in _GETS:
+            self._copy(data[at:end])
+        else:
+            self._out += data[at:end]
         return end
+
+    def _collect_numbers(self) -> None:
+        """Note the memo numbers in opcodes that were copied."""
+        if self._copied:
+            self._numbers += filter(None, memoising(numbered=True).findall(bytes(self._copied)))
+            self._copied.clear()
 
     def _begin_skipping(self) -> None:
         if self._skipped is not None:
@@ -226,22 +268,24 @@ class Scanner:
     def _take(self, record: Record, data: bytes, begin: int, end: int) -> None:
         """Put persistent ids in the place of the records from ``begin`` to ``end``."""
         if record.inner is not None:
-            self._take_holder(record, record.inner, data[begin:end])
+            opcodes = data[begin:end]
+            known = self._known.get(opcodes)  # as a rule these bytes come again and again
+            if known is None:
+                self._take_holder(record, record.inner, opcodes)
+            else:
+                self._memo.count += known.memoised
+                self._placeholder(known.run)
             return
         count = 0
         for form, rows in self._by_form(record, data, begin, end):
-            self._placeholder(self._add(form, rows))
+            added = self._add(form, rows)
+            self._placeholder(added.run, added)
             count += len(rows)
         if count > 1:
             self._allowed = record.added + b"hj"
 
     def _take_holder(self, record: Record, inner: Record, opcodes: bytes) -> None:
-        """The same for a record that holds others in a list: its bytes often come again."""
-        known = self._known.get(opcodes)
-        if known is not None:
-            self._memo.count += known.memoised
-            self._placeholder(_Added(known.run, [], [], []))
-            return
+        """The same for a record that holds others in a list."""
         match = record.by_parts.fullmatch(opcodes)
         if match is None:
             raise NotScannedError("a record that is read in two ways")
@@ -266,7 +310,8 @@ class Scanner:
             self._room -= len(opcodes)
             self._known[opcodes] = _Known(run, self._memo.count - base)
         examples = of_holder.examples + of_list.examples
-        self._placeholder(_Added(run, examples, of_holder.named + of_list.named, of_holder.new + of_list.new))
+        named, new = of_holder.named + of_list.named, of_holder.new + of_list.new
+        self._placeholder(run, _Added(run, examples, named, new))
 
     def _form(self, record: Record, opcodes: _Groups) -> RecordForm:
         """The form of a record with these opcodes in the parts that are no fields."""
@@ -298,7 +343,7 @@ class Scanner:
         record, columns = form.record, iter(zip(*rows, strict=True))
         made: Columns = {}
         memoised: list[int | npt.NDArray[np.uint8]] = []
-        texts: dict[int, tuple[_Groups, npt.NDArray[np.signedinteger]]] = {}
+        texts: dict[int, _TextColumn] = {}
         for at, (part, opcodes) in enumerate(form.parts):
             count: int | npt.NDArray[np.uint8] = 0
             column = next(columns) if part.reads is not None else ()
@@ -309,18 +354,18 @@ class Scanner:
             elif part.reads is Reads.SIZES:
                 made[part.name], made[f"{part.name}_ndim"], count = sizes_of(column)
             elif part.reads is Reads.TEXT:
-                made[part.name], count = self._texts(column)
-                texts[at] = column, made[part.name]
+                texts[at], count = self._texts(column)
+                made[part.name] = texts[at].numbers
             memoised.append(count)
-        in_run = TextsInRun(self._memo.count, len(rows), memoised, {at: numbers for at, (_, numbers) in texts.items()})
+        in_run = TextsInRun(self._memo.count, len(rows), memoised, {at: each.numbers for at, each in texts.items()})
         named: list[bytes] = []
         new: list[int] = []
         self._memo.count = in_run.end
         if texts and not self._numbered:
             self._texts_in_runs.append(in_run)
             self._bases.append(in_run.base)
-        for column, numbers in texts.values():
-            self._references(column, numbers, in_run, named, new)
+        for each in texts.values():
+            self._read_references(each, in_run, named, new)
         if self._numbered and in_run.end != in_run.base:
             raise NotScannedError("memo numbers of both kinds")
         examples = []
@@ -336,44 +381,39 @@ class Scanner:
         self._scan.columns[record.name].append({name: smallest_integers(column) for name, column in made.items()})
         return _Added(RecordRun(record, begin, begin + len(rows)), examples, named, new)
 
-    def _texts(self, column: Sequence[bytes]) -> tuple[npt.NDArray[np.signedinteger], int | npt.NDArray[np.uint8]]:
+    def _texts(self, column: Sequence[bytes]) -> tuple[_TextColumn, int | npt.NDArray[np.uint8]]:
         """The numbers of texts, -1 for a reference; and which of them are memoised."""
+        references = references_of(column)
+        if (references >= 0).all():
+            return _TextColumn(column, references, np.full(len(column), -1, np.int32)), 0
         different = dict.fromkeys(column)
-        numbers = {opcodes: self._number_of_text(opcodes) if opcodes[0] not in b"hj" else -1 for opcodes in different}
+        numbers = {opcodes: self._number_of_text(opcodes) if opcodes[0] not in _GETS else -1 for opcodes in different}
         memoised = {opcodes: opcodes[0] == _SHORT_TEXT_OPCODE for opcodes in different}
-        return np.fromiter(map(numbers.__getitem__, column), np.int32, len(column)), by_value(memoised, column)
+        read = np.fromiter(map(numbers.__getitem__, column), np.int32, len(column))
+        return _TextColumn(column, references, read), by_value(memoised, column)
 
-    def _references(
-        self,
-        column: Sequence[bytes],
-        numbers: npt.NDArray[np.signedinteger],
-        in_run: TextsInRun,
-        named: list[bytes],
-        new: list[int],
-    ) -> None:
-        """Put the numbers of texts that are referred to into ``numbers``. ``named``, ``new``: the references that the
-        loader must read, as opcodes, and the numbers of their texts.
+    def _read_references(self, column: _TextColumn, in_run: TextsInRun, named: list[bytes], new: list[int]) -> None:
+        """Put the numbers of texts that are referred to into the column. ``named``, ``new``: the references that the
+        loader must read, as opcodes, and the numbers of these texts.
         """
-        rows = np.flatnonzero(numbers < 0).tolist()
-        if not rows:
-            return
-        found: dict[bytes, int] = {}
-        for row in rows:
-            get = column[row]
-            if get not in found:
-                found[get] = self._text_numbers.get(get, -1)
-            if found[get] < 0:
-                number = int.from_bytes(get[1:], "little")
-                if self._numbered or self._memo.find(number) is not None:
-                    found[get] = self._text_numbers[get] = len(self._scan.texts)
+        rows = np.flatnonzero(column.references >= 0)
+        different, first, which = np.unique(column.references[rows], return_index=True, return_inverse=True)
+        read = []
+        for reference, row in zip(different.tolist(), rows[first].tolist(), strict=True):
+            number = self._referred.get(reference)
+            if number is None:
+                if self._numbered or self._memo.find(reference) is not None:
+                    number = len(self._scan.texts)
                     self._scan.texts.append(None)
-                    named.append(self._reference(get))
-                    new.append(found[get])
-                elif number < in_run.starts[row]:
-                    found[get] = self._text_in_run(number)
+                    named.append(self._reference(column.opcodes[row]))
+                    new.append(number)
+                elif reference < in_run.starts[row]:
+                    number = self._text_in_run(reference)
                 else:
                     raise NotScannedError("a reference to what comes later")
-        numbers[rows] = [found[column[row]] for row in rows]
+                self._referred[reference] = number
+            read.append(number)
+        column.numbers[rows] = np.array(read, np.int32)[which]
 
     def _opcodes_of_example(self, form: RecordForm, fields: _Groups) -> bytes:
         """The opcodes of one record as they are in what is left: not memoised."""
@@ -391,17 +431,17 @@ class Scanner:
             at = end
         return bytes(out)
 
-    def _placeholder(self, added: _Added) -> None:
-        """Write what stands for records."""
+    def _placeholder(self, run: RecordRun, added: _Added | None = None) -> None:
+        """Write what stands for records. ``added``: if they were added just now."""
         scan, number = self._scan, len(self._scan.runs)
-        scan.runs.append(added.run)
+        scan.runs.append(run)
         written = b"J" + number.to_bytes(4, "little")
-        if added.examples or added.named:
+        if added is not None and (added.examples or added.named):
             scan.examples[number] = [example for example, _ in added.examples]
             scan.named[number] = added.new
             opcodes = b"".join([opcodes for _, opcodes in added.examples])
             written = b"(%b(%bt(%btt" % (written, opcodes, b"".join(added.named))
-        self._out += written + b"Q" + b"N" * (added.run.record.values - 1)
+        self._out += written + b"Q" + b"N" * (run.record.values - 1)
 
     def _require_numbers_once(self) -> None:
         """Raises unless every memo number is given to one value."""
@@ -411,20 +451,25 @@ class Scanner:
 
 @cache
 def _step(records: tuple[Record, ...], numbered: bool, skipped: bytes) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
-    """A pattern with a group for records of each kind, for what is skipped, and for other opcodes, up to the next
-    instance: it may be a record.
+    """A pattern for opcodes up to the next instance, which may be a record, and for what comes then: a group for the
+    former, for records of each kind, and for what is skipped. It matches everywhere, if only nothing.
     """
-    runs = b"".join(rb"(" + record.in_a_row + rb")|" for record in records)
-    skip = re.escape(skipped) if skipped else rb"(?!)"
     get = GET + rb"(?=.{%d})(?!%b)" % (_NEW_NBYTES, NEW)
     copied = rb"(?:%b|%b){0,%d}+" % (plain(numbered=numbered, skipped=skipped), get, _MAX_COPIED)
-    return re.compile(runs + rb"(" + skip + rb")|(" + GET + rb"?+" + copied + rb")", re.DOTALL)
+    runs = b"".join(rb"(" + record.in_a_row + rb")|" for record in records)
+    skip = re.escape(skipped) if skipped else rb"(?!)"
+    return re.compile(rb"(" + copied + rb")(?:" + runs + rb"(" + skip + rb"))?+", re.DOTALL)
 
 
 @cache
 def _references_in(numbered: bool) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
     """A pattern for a reference, if there is one, and the opcodes up to the next one: a group for each."""
     return re.compile(rb"(" + GET + rb")?+((?:" + plain(numbered=numbered) + rb")*+)", re.DOTALL)
+
+
+def _is_short_text(opcodes: bytes) -> bool:
+    """Whether they are a short text, memoised, and nothing else."""
+    return opcodes[0] == _SHORT_TEXT_OPCODE and len(opcodes) == 3 + opcodes[1] and opcodes[-1] == MEMOIZE
 
 
 def _require_boundary(data: bytes, at: int, boundary: int) -> None:
