@@ -60,10 +60,12 @@ def quantized_parts(entry: Mapping[_Name, object]) -> dict[str, StatePart]:
     bitsandbytes' codes are not among them: they have the name and the shape of the state itself.
     """
     states = unwrapped(entry)
-    scaled = {codes for scale, codes in SCALES.items() if scale in states and codes in states}
-    parts = {scale: StatePart(Role.SCALE, codes) for scale, codes in SCALES.items() if codes in scaled}
-    if scaled:
-        parts |= {name: StatePart(Role.MAP, codes) for name, codes in MAPS.items() if name in states}
+    parts: dict[str, StatePart] = {}
+    if not SCALES.keys().isdisjoint(states):  # as in few checkpoints: this is asked of every parameter
+        scaled = {codes for scale, codes in SCALES.items() if scale in states and codes in states}
+        parts = {scale: StatePart(Role.SCALE, codes) for scale, codes in SCALES.items() if codes in scaled}
+        if scaled:
+            parts |= {name: StatePart(Role.MAP, codes) for name, codes in MAPS.items() if name in states}
     for name, blocks in states_in_blocks(states):
         for part in blocks.parts:
             shape = None if part == QMAP else blocks.shape

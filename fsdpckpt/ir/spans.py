@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Int64Array, Tensor
+from fsdpckpt.ir.tensors import Int64Array, Tensor, spans_of
 
 _FILE_BITS = 42  # files of less than 2**42 bytes: file and offset fit into one number
 
@@ -36,11 +36,13 @@ def chunk_ends(tensor: Tensor) -> Int64Array:
 
 def stored_bytes(tensors: Iterable[Tensor]) -> dict[int, int] | None:
     """By file, how many of its bytes belong to ``tensors``; None if some of them have not been located in a file."""
-    columns: list[Int64Array] = []
-    for tensor in tensors:
-        chunks = tensor.chunks
-        filled = (chunks.size != 0).all(axis=1)
-        if (chunks.offset[filled] < 0).any():
-            return None
-        columns.append(np.stack([chunks.file, chunks.offset, chunk_ends(tensor)])[:, filled])
-    return covered_bytes(*np.concatenate([np.zeros((3, 0), np.int64), *columns], axis=1))
+    every = list(tensors)
+    if not every:
+        return {}
+    span = spans_of(every)
+    file = np.concatenate([tensor.chunks.file for tensor in every])
+    begin = np.concatenate([tensor.chunks.offset for tensor in every])
+    filled = span > 0
+    if (begin[filled] < 0).any():
+        return None
+    return covered_bytes(file[filled], begin[filled], (begin + span)[filled])

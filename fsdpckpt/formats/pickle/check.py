@@ -45,8 +45,8 @@ _ITEMS = _DEPTH - 1
 _DEPTHS = _SHARED - _DEPTH
 
 # Kinds of opcodes, the most frequent ones first: they are tested in this order.
-_PUSH, _GET, _PUT, _TEXT, _MEMOIZE, _MARK, _TUPLE_N, _NEW, _TUPLE, _CALL, _UPDATE, _BUILD = range(1, 13)
-_PERSISTENT_ID, _LONG_PUT, _LONG_GET, _STOP, _RARE = range(13, 18)
+_PUSH, _GET, _TEXT, _PUT, _LONG_PUT, _LONG_GET, _MEMOIZE, _MARK, _TUPLE_N, _TUPLE, _NEW, _CALL = range(1, 13)
+_UPDATE, _BUILD, _PERSISTENT_ID, _STOP, _RARE = range(13, 18)
 _KIND_OF = {
     **dict.fromkeys(b"N)\x88\x89KMJG", _PUSH),
     **dict.fromkeys(b"UC\x8a\x8cXBT\x8d\x8e\x96", _TEXT),
@@ -184,6 +184,10 @@ class OpcodeWalk:
                         memo.put(place, stack[-1])
                         memoize = memo.memoize
                     at += 5
+                elif kind == _LONG_GET:
+                    value = memo[number(data[at + 1 : at + 5], "little")]
+                    push(value if value <= _OBJECT else value | _SHARED)
+                    at += 5
                 elif kind == _MEMOIZE:
                     memoize(stack[-1])
                     at += 1
@@ -227,10 +231,6 @@ class OpcodeWalk:
                     stack[-1] = _OBJECT
                     allocated += _ALLOCATED[opcode]
                     at += 1
-                elif kind == _LONG_GET:
-                    value = memo[number(data[at + 1 : at + 5], "little")]
-                    push(value if value <= _OBJECT else value | _SHARED)
-                    at += 5
                 elif kind == _RARE:
                     allocated += _ALLOCATED[opcode]
                     at = self._rare(opcode, at)
