@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 
 _SAVED_WHOLE = "modules_to_save"
+_PEFT_MODEL = "base_model.model."  # what precedes every name of a PEFT model
+_REPLACED = "base_layer"  # what PEFT's layers call the one in whose place they are
 
 
 def without_adapter(names: Iterable[str], like: Collection[str]) -> tuple[str, ...]:
@@ -32,6 +34,17 @@ def without_adapter(names: Iterable[str], like: Collection[str]) -> tuple[str, .
         return names
     changed = tuple(explained[0].get(name, name) for name in names)
     return changed if len(set(changed)) == len(set(names)) else names
+
+
+def is_adapter(names: Collection[str]) -> bool:
+    """Whether ``names`` are those of an adapter alone, as PEFT saves it: a live model also has the layers below it, and
+    the name of the adapter behind what PEFT adds.
+    """
+    words = [name.split(".") for name in names]
+    if not words or not all(name.startswith(_PEFT_MODEL) for name in names) or any(_REPLACED in each for each in words):
+        return False
+    last = [each[-2:] for each in words]
+    return any(_ADDED.fullmatch(word) for pair in last for word in pair)
 
 
 _ADDED = re.compile(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdpckpt.ir.account import Account, Fate, Rule
@@ -55,11 +55,31 @@ class LeftOut:
     refused: bool = False
 
     @classmethod
+    def not_copied(cls, directory: str, names: Sequence[str]) -> LeftOut:
+        """Files beside what is read."""
+        return cls(directory, f"not copied from {directory}: {names_text(names, 6)}", tuple(names))
+
+    def except_for(self, copied: Collection[str]) -> LeftOut | None:
+        """What of it is left out if the paths ``copied`` are in the target after all; None if nothing is."""
+        above = {above for path in copied for above in _with_those_above(path)}
+        names = [name for name in self.names if f"{self.directory}/{name}".rstrip("/") not in above]
+        if len(names) == len(self.names):
+            return self
+        return LeftOut.not_copied(self.directory, names) if names else None
+
+    @classmethod
     def unnamed(cls, directory: str, account: Account) -> tuple[LeftOut, ...]:
         """The data that nothing in the checkpoint names, if ``account`` has any. DCP directories list their own."""
         paths = account.paths(Fate.LEFT_OUT).get(Rule.UNNAMED, [])
         names = tuple(path for path in paths if not path.endswith(".distcp"))
         return (cls(directory, f"{Rule.UNNAMED}: {names_text(names, 6)}"),) if names else ()
+
+
+def _with_those_above(path: str) -> Iterator[str]:
+    """``path`` and the directories above it."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,15 @@ _AUTOMODEL_SAFETENSORS = Form(
     key_type="name",
     flattened=True,
 )
+_AUTOMODEL_ADAPTER = replace(  # PEFT: one file of the adapter, which is opened by its name
+    _AUTOMODEL_SAFETENSORS, model=SectionPath("model/adapter_model.safetensors", layout=Layout.FULL), adapter=True
+)
+_AUTOMODEL_ADAPTER_BY_ID = replace(  # with quantized weights below the adapter, or expert parallelism
+    _AUTOMODEL_ADAPTER,
+    key_type="id",
+    flattened=False,
+    optimizers=("optim", "optimizer_parts", "stage_{number}"),
+)
 _SCHEDULE_OF_ITS_OWN = (
     (
         "sched",
@@ -140,14 +149,17 @@ AUTOMODEL = Flavor(
             container=Container.DCP,
             model=SectionPath("model/"),
         ),
+        _AUTOMODEL_ADAPTER,
+        _AUTOMODEL_ADAPTER_BY_ID,
     ),
     state=r"^(model|optim)$",
     side_directories=("rng", "dataloader", "model/.hf_metadata"),
+    side_places=("model",),
     rank_files=(
         RankFileName("rng/rng_global_rank_{rank}.pt", needed=True),
         RankFileName("dataloader/dataloader_dp_rank_{rank}.pt", needed=True),
     ),
-    side_files=r"^(step_scheduler\.pt|losses\.json|config\.yaml)$",
+    side_files=r"^(\w+\.pt|losses\.json|config\.yaml)$|^(weights/)?model/[^/.]+\.(json|jinja|model|txt|py)$",
     export_directories=("consolidated",),
     model_files="model/.hf_metadata/",
     training_files=(r"^step_scheduler\.pt$", r"^(rng|dataloader)(/|$)"),
@@ -178,6 +190,8 @@ NEMO_RL = Flavor(
     ),
     state=r"^(weights|optimizer)$",
     side_directories=("tokenizer", "weights/model/.hf_metadata"),
+    side_places=("weights/model",),
+    side_files=AUTOMODEL.side_files,
     export_directories=("consolidated",),
     model_files="tokenizer/",
     schedules=(("sched",),),

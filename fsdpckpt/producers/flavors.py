@@ -39,7 +39,8 @@ class SectionPath:
     """Where one section is: ``file`` below DST, and the path of ``keys`` in it. Sections of one file share its dict.
 
     ``file``: "" is DST itself, a trailing ``/`` makes a DCP directory; ``{rank}`` and ``{world_size}`` are filled in.
-    Of a model in safetensors files: what precedes their names, "" for those of Hugging Face.
+    Of a model in safetensors files: what precedes their names, "" for those of Hugging Face; or the one file, if it has
+    their suffix.
     ``container``, ``layout``: if they differ from the form's.
     """
 
@@ -82,6 +83,8 @@ class Form:
     () if the framework saves one. ``not_loaded``: why its own loader refuses what it saves so, "" if it does not.
     ``several``: whether each of several models and optimizers has files of its own, with
     a number.
+    ``adapter``: whether the model is an adapter alone, under the names that PEFT saves it with. A framework with such a
+    form saves nothing else in it, and no adapter in its other forms.
     """
 
     layout: Layout
@@ -108,6 +111,7 @@ class Form:
     any_key_type: bool = False
     optimizers: tuple[str, ...] = ()
     not_loaded: str = ""
+    adapter: bool = False
     several: bool = field(default=False, compare=False)  # frameworks that save one have the same form
 
     def numbered(self, section: Section, number: int) -> SectionPath | None:
@@ -189,6 +193,7 @@ class Flavor:
     ``AcceleratedScheduler.step`` does without ``split_batches``; others count one.
     ``contained_in``: frameworks that save its checkpoints among their own files, which are then copied too.
     ``side_directories``: the paths of directories whose files are all side files, those of ``rank_files`` among them.
+    ``side_places``: the paths of directories with parts of the state, beside which are some of its ``side_files``.
     ``training_files``, ``training_keys``: patterns of files, and extras that are not empty, which it saves only with
     both the model and the optimizer; a save of the model alone has none of them.
     ``needed``: files that it saves with the optimizer, and what its loader does without one; ``needed_extras``: the
@@ -215,6 +220,7 @@ class Flavor:
     exports_beside: str = ""
     export_directories: tuple[str, ...] = ()
     side_directories: tuple[str, ...] = ()
+    side_places: tuple[str, ...] = ()
     model_files: str | None = None
     schedules: tuple[tuple[PathKey, ...], ...] = ()
     counts_processes: bool = False

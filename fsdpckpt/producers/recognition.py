@@ -13,9 +13,10 @@ from functools import cache, lru_cache
 from fsdpckpt.extensions import FLAVORS as ENTRY_POINTS
 from fsdpckpt.extensions import extensions
 from fsdpckpt.ir import Container, IdRule, Layout
+from fsdpckpt.ir.adapters import is_adapter
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.producers.flavors import PLAIN, Flavor, Signature
-from fsdpckpt.producers.table import EXPORT_DIRECTORIES, FLAVORS, WEIGHTS
+from fsdpckpt.producers.flavors import PLAIN, Flavor, Form, Signature
+from fsdpckpt.producers.table import ADAPTER, EXPORT_DIRECTORIES, FLAVORS, WEIGHTS
 
 
 @cache
@@ -39,6 +40,15 @@ def foreign_flavors() -> tuple[Flavor, ...]:
 def all_flavors() -> tuple[Flavor, ...]:
     """Every framework: those of other packages first, as they may save in the form of another one."""
     return (*foreign_flavors(), *FLAVORS)
+
+
+def forms_for(flavor: Flavor, checkpoint: Checkpoint) -> tuple[Form, ...]:
+    """The forms of ``flavor`` in which it saves such a model: an adapter alone, or any other; all without a model."""
+    model = checkpoint.model
+    if model is None or not any(form.adapter for form in flavor.forms):
+        return flavor.forms
+    adapter = is_adapter(model.params)
+    return tuple(form for form in flavor.forms if form.adapter is adapter)
 
 
 def layout_of_form(checkpoint: Checkpoint, flavor: Flavor) -> Layout:
@@ -108,7 +118,7 @@ def _recognise(
 def belongs(flavor: Flavor | None, path: str) -> bool:
     """Whether a file at ``path`` below a checkpoint's directory is ``flavor``'s, or of an export of any framework."""
     folder, _, name = path.rpartition("/")
-    if folder in EXPORT_DIRECTORIES and re.search(WEIGHTS, name):
+    if folder in EXPORT_DIRECTORIES and re.search(f"{WEIGHTS}|{ADAPTER}", name):
         return True
     if flavor is None:
         return False

@@ -100,8 +100,7 @@ class Found:
     def enter_left_out(self) -> None:
         """Enter the files that are left out among what is beside."""
         if self.left_out:
-            message = f"not copied from {self.path}: {names_text(self.left_out, 6)}"
-            self.beside.append(LeftOut(self.path, message, tuple(self.left_out)))
+            self.beside.append(LeftOut.not_copied(self.path, self.left_out))
 
 
 class Search:

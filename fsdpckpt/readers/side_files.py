@@ -170,6 +170,9 @@ def side_files(
         with_files = [f"{name}/" for name in source.side_directories if same]
         for name in (*with_files, *filter(None, [source.model_files])):
             files.update(files_below(checkpoint.origin.directory, name, sources))
+        for name in source.side_places if same else ():
+            below = files_below(checkpoint.origin.directory, f"{name}/", sources)
+            files.update({path: file for path, file in below.items() if re.search(source.side_files, path)})
     exports = export_files(entries)  # they hold another copy of the model, unchanged
     chosen = {name: name for name in files if name not in exports} if same else _of_the_model(files, source, target)
     if same and only is not None:

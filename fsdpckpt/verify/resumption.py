@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from fsdpckpt import flags
 from fsdpckpt.flags import Message
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
+from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import without_states
 from fsdpckpt.ir.values import Value, find_value
 from fsdpckpt.producers import Flavor, Form, RankFileName, extra_keys
-from fsdpckpt.producers.recognition import flavor_named, layout_of_form
+from fsdpckpt.producers.recognition import flavor_named, forms_for, layout_of_form
 from fsdpckpt.readers.side_files import files_below, missing_file_warnings
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import listed, plural
@@ -66,8 +67,15 @@ def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | N
     if form is None:
         return Resumption(flavor.name, ranks, (_other_form(checkpoint, flavor),), ())
     of_ranks = (*_wrong_ranks(checkpoint, form, ranks), *_missing_rank_files(flavor, form, names, ranks))
-    missing = [*lacking(checkpoint, flavor, form, names), *of_ranks]
+    missing = [*lacking(checkpoint, flavor, form, names), *_missing_model_file(checkpoint, form), *of_ranks]
     return Resumption(flavor.name, ranks, tuple(missing), tuple(_changes(checkpoint, flavor, form, names, ranks)))
+
+
+def _missing_model_file(checkpoint: Checkpoint, form: Form) -> Iterator[Message]:
+    """That the one file of an adapter is not there: its tensors are in others, which are not opened."""
+    place = f"{checkpoint.origin.directory.rstrip('/')}/{form.model.file}"
+    if form.adapter and checkpoint.model is not None and place not in paths_in(checkpoint.files):
+        yield Message(f"no {form.model.file}, which has the adapter")
 
 
 def lacking(checkpoint: Checkpoint, flavor: Flavor, form: Form, names: Collection[str]) -> list[Message]:
@@ -98,10 +106,13 @@ def _own_form(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:
         return _form_of_one_file(checkpoint, flavor)
     layout = layout_of_form(checkpoint, saved_by)
     loaded = (*flavor.forms, *flavor.also_loads)
-    for form in (*saved_by.forms, *saved_by.also_loads):
-        if (form.layout, form.container) == (layout, checkpoint.container) and form in loaded:
-            return form if _has_keys_of(form, checkpoint) else None
-    return None
+    saved = [
+        form
+        for form in (*forms_for(saved_by, checkpoint), *saved_by.also_loads)
+        if (form.layout, form.container) == (layout, checkpoint.container) and form in loaded
+    ]
+    alike = [form for form in saved if form.flattened is checkpoint.origin.flattened_keys] or saved
+    return alike[0] if alike and _has_keys_of(alike[0], checkpoint) else None
 
 
 def _form_of_one_file(checkpoint: Checkpoint, flavor: Flavor) -> Form | None:

@@ -27,6 +27,7 @@ from fsdpckpt.writers.protocol import DtypeRule, WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import ties
 
+_SUFFIX = ".safetensors"
 _ALIGNMENT = 8  # bytes, what the reference implementation pads the header to
 
 
@@ -217,7 +218,11 @@ def _is_unicode(text: str) -> bool:
 
 
 def _shards(group: _ShardSet, limit: int, prefix: str) -> list[TargetFile]:
-    """The group's files: one, or several with their index. With a ``prefix`` all are numbered, and none is an index."""
+    """The group's files: one, or several with their index. With a ``prefix`` all are numbered, and none is an index. A
+    prefix with the suffix of a file is the path of the only one.
+    """
+    if prefix.endswith(_SUFFIX):
+        return [_file(prefix, list(group.tensors), group, first=True)]
     shards: list[list[str]] = [[]]
     room, total = limit, 0
     for key, (tensor, dtype) in group.tensors.items():

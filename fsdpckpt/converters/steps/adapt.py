@@ -21,7 +21,6 @@ from fsdpckpt.converters.target.schedule import (
 )
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Note, Section
 from fsdpckpt.ir.frame import placed
-from fsdpckpt.ir.origin import LeftOut
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, find_value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath, extra_keys
@@ -57,8 +56,10 @@ def _take_files(draft: Draft, decision: Decision, _: Flavor, __: Form) -> Draft:
     """Take the files that are copied; they list anew what of those beside the source is left out."""
     checkpoint, copied = draft.checkpoint, decision.side_files
     own = checkpoint.origin.directory.rstrip("/")
-    left_out = tuple(each for each in checkpoint.origin.left_out if _is_left_out(each, own, copied))
-    origin = replace(checkpoint.origin, left_out=left_out)
+    # What is in the checkpoint's own directory is listed by what is copied from there.
+    elsewhere = [each for each in checkpoint.origin.left_out if each.refused or each.directory.rstrip("/") != own]
+    left_out = [remaining for each in elsewhere if (remaining := each.except_for(copied.copied)) is not None]
+    origin = replace(checkpoint.origin, left_out=tuple(left_out))
     with_files = replace(checkpoint, files=(*checkpoint.files, *copied.sources), origin=origin)
     return replace(draft, checkpoint=with_files, side_files=copied.files)
 
@@ -188,15 +189,6 @@ def _with_placed_extras(
         why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
         checkpoint = _without_extras(checkpoint, tensors, why)
     return checkpoint
-
-
-def _is_left_out(left_out: LeftOut, own: str, copied: SideFiles) -> bool:
-    """Whether what was left out while reading is not in the target either, and nothing else says so: it is not in the
-    checkpoint's ``own`` directory, or was refused, and is not ``copied``.
-    """
-    places = [f"{left_out.directory}/{name}".rstrip("/") for name in left_out.names]
-    from_there = any(path == place or path.startswith(f"{place}/") for path in copied.copied for place in places)
-    return (left_out.refused or left_out.directory.rstrip("/") != own) and not from_there
 
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:

@@ -13,7 +13,7 @@ from fsdpckpt.ir import Container, Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN, Flavor, Form, PathKey
-from fsdpckpt.producers.recognition import flavor_named, foreign_flavors, layout_of_form
+from fsdpckpt.producers.recognition import flavor_named, foreign_flavors, forms_for, layout_of_form
 from fsdpckpt.producers.table import HUGGINGFACE, WRITABLE
 
 _PLAIN = "the target is plain"
@@ -72,9 +72,10 @@ def default_form(suffix: str, options: ConvertOptions, source: Checkpoint) -> tu
     ]
     if fitting:
         return flavor, _with_source_keys(_preferred(flavor, fitting, source), source)
-    form = _preferred(flavor, list(flavor.forms), source)
+    forms = forms_for(flavor, source)
+    form = _preferred(flavor, list(forms), source)
     requested = _request_text(suffix, options) or "all that is taken from this source"
-    if options.only is None and not any(_holds_named(each, source) for each in flavor.forms):
+    if options.only is None and not any(_holds_named(each, source) for each in forms):
         requested = " and ".join(named.label for named in source.named)
         return Note(
             "plain", f"{_PLAIN}: flavor {flavor.name} does not save {requested}. {flags.only} takes one of them"
@@ -147,7 +148,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
         raise UsageError(
             f"{flags.flavor(flavor.name)} cannot be combined with "
             + _request_text(suffix, replace(options, key_type=None, only=None), " and "),
-            expected="; ".join(map(_describe_change, flavor.forms)),
+            expected="; ".join(dict.fromkeys(map(_describe_change, forms_for(flavor, source)))),
             next_step=_what_to_change(flavor, suffix, options, source),
         )
     form = _with_source_keys(_preferred(flavor, fitting, source), source)
@@ -163,7 +164,7 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
 def _fitting(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> list[Form]:
     return [
         form
-        for form in flavor.forms
+        for form in forms_for(flavor, source)
         if options.to in (None, form.layout)
         and options.container in (None, form.container)
         and not (suffix and form.directory)
@@ -182,9 +183,18 @@ def _is_source_form(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
 
 
 def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
-    """The source's own form, else the first of its layout, else the first."""
-    layout = _layout(flavor, source)
-    return min(forms, key=lambda form: (form.layout is not layout, not _is_source_form(flavor, form, source)))
+    """The source's own form, else the first of its layout, else the first. Where a framework saves an optimizer nested
+    or flattened, that of the source.
+    """
+    layout, flattened = _layout(flavor, source), source.origin.flattened_keys
+    return min(
+        forms,
+        key=lambda form: (
+            form.layout is not layout,
+            not _is_source_form(flavor, form, source),
+            form.flattened is not flattened,
+        ),
+    )
 
 
 def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
