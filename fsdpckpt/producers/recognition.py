@@ -43,11 +43,10 @@ def all_flavors() -> tuple[Flavor, ...]:
 
 
 def forms_for(flavor: Flavor, checkpoint: Checkpoint) -> tuple[Form, ...]:
-    """The forms of ``flavor`` in which it saves such a model: an adapter alone, or any other; all without a model."""
-    model = checkpoint.model
-    if model is None or not any(form.adapter for form in flavor.forms):
+    """The forms of ``flavor`` in which it saves such a model: an adapter alone, or any other."""
+    if not any(form.adapter for form in flavor.forms):
         return flavor.forms
-    adapter = is_adapter(model.params)
+    adapter = checkpoint.model is not None and is_adapter(checkpoint.model.params)
     return tuple(form for form in flavor.forms if form.adapter is adapter)
 
 

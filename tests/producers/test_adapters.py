@@ -133,6 +133,20 @@ def test_automodel_finds_its_adapter_in_the_file_that_it_opens_and_its_optimizer
     assert fsdpckpt.diff(tmp_path / "epoch_0_step_1", written).same
 
 
+def test_an_adapter_of_another_framework_gets_the_form_that_most_jobs_load(tmp_path: Path) -> None:
+    params = weights()
+    model = {f"{PREFIX}{name}": value for name, value in params.items()}
+    order = "\n".join(model)
+    (tmp_path / "order.txt").write_text(order)
+    torch.save({"model": model, "optimizer": trained(params).state_dict()}, tmp_path / "full.pt")
+    out = tmp_path / "out"
+    fsdpckpt.convert(tmp_path / "full.pt", out, flavor="automodel", world_size=2, parameters=tmp_path / "order.txt")
+    keys = dcp.FileSystemReader(out / "optim").read_metadata().state_dict_metadata
+    states = {key.removeprefix("optim.state.").removeprefix(PREFIX) for key in keys if key.endswith("exp_avg")}
+    assert states == {f"{name}.exp_avg" for name in params}
+    assert [path.name for path in (out / "model").iterdir()] == ["adapter_model.safetensors"]
+
+
 def test_an_adapter_in_other_files_is_not_resumed_from(tmp_path: Path) -> None:
     params = weights()
     source = tmp_path / "epoch_0_step_1"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdpckpt.converters.target.layout import choose_layout
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Container, Layout
+from fsdpckpt.ir.checkpoint import Container, Layout, ModelState
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Form, RankFileName
 from fsdpckpt.producers.recognition import export_files, flavor_named, recognise
@@ -116,7 +118,11 @@ def test_weights_beside_the_state_of_fsdp_are_an_export_and_alone_they_are_the_m
 def test_every_form_is_reached_by_layout_and_container(flavor: str, form: Form) -> None:
     world_size = None if form.layout is Layout.FULL else 2
     options = ConvertOptions(flavor=flavor, to=form.layout, container=form.container, world_size=world_size)
-    source = checkpoint(1, layout=Layout.FULL)
+    adapter = ModelState({"base_model.model.up.lora_A.weight": 0}) if form.adapter else None
+    source = checkpoint(1, layout=Layout.FULL, model=adapter)
+    if form.optimizers and form.adapter:  # the second of two that have the same files is for what it saved itself
+        origin = replace(source.origin, flavor=flavor, layout=form.layout, container=form.container)
+        source = replace(source, origin=origin)
     spec = choose_layout("out" if form.directory else "out.ckpt", options, source)
     assert spec.form is form and spec.directory is form.directory
 

@@ -183,18 +183,16 @@ def _is_source_form(flavor: Flavor, form: Form, source: Checkpoint) -> bool:
 
 
 def _preferred(flavor: Flavor, forms: list[Form], source: Checkpoint) -> Form:
-    """The source's own form, else the first of its layout, else the first. Where a framework saves an optimizer nested
-    or flattened, that of the source.
+    """The source's own form, else the first of its layout, else the first. Of two in which its framework saves the same
+    files, that with the optimizer's keys nested or flattened as the source has them.
     """
-    layout, flattened = _layout(flavor, source), source.origin.flattened_keys
-    return min(
-        forms,
-        key=lambda form: (
-            form.layout is not layout,
-            not _is_source_form(flavor, form, source),
-            form.flattened is not flattened,
-        ),
-    )
+    layout = _layout(flavor, source)
+
+    def unlike_source(form: Form) -> tuple[bool, bool, bool]:
+        own = _is_source_form(flavor, form, source)
+        return form.layout is not layout, not own, own and form.flattened is not source.origin.flattened_keys
+
+    return min(forms, key=unlike_source)
 
 
 def _layout(flavor: Flavor, source: Checkpoint) -> Layout:
