@@ -50,20 +50,24 @@ _UNITS_HEAD = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedUnits:
+    """The units file at ``path`` cannot be read: ``why``."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class FoundUnits:
     """``units`` and the file that has them; if ``units`` is None, several files differ, and ``path`` names them all.
 
-    ``refused``: why files of units cannot be read; ``ambiguous``: why none of several is used.
+    ``ambiguous``: why none of several is used.
     """
 
     units: Units | None
     path: str
-    refused: tuple[str, ...] = ()
+    refused: tuple[RefusedUnits, ...] = ()
     ambiguous: str = ""
-
-    def notes(self) -> list[Note]:
-        notes = [Note("units-unreadable", why, damage=True) for why in self.refused]
-        return [*notes, *([Note("units-ambiguous", self.ambiguous, for_verify=True)] if self.ambiguous else [])]
 
 
 def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
@@ -73,7 +77,7 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
     units is still read, and one that needs them is refused (``require_units_beside``).
     """
     files: list[tuple[str, Units]] = []
-    refused: list[str] = []
+    refused: list[RefusedUnits] = []
     for entry in entries:
         if _may_hold_units(entry, sources):
             from fsdpckpt.ir.units_json import loads
@@ -82,7 +86,7 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
                 units = loads(_content(entry, sources), source=entry.path)
                 files += [(entry.path, units)] if units is not None else []
             except SourceError as error:
-                refused.append(_why_refused(error))
+                refused.append(_refused(entry.path, error))
     if all(units == files[0][1] for _, units in files[1:]):
         if not files:
             return FoundUnits(None, "", tuple(refused)) if refused else None
@@ -92,33 +96,26 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
     return FoundUnits(None, paths, tuple(refused), message)
 
 
-def _why_refused(error: SourceError) -> str:
+def _refused(path: str, error: SourceError) -> RefusedUnits:
     details = f" ({'; '.join(error.details[:3])})" if error.details else ""
-    return f"{error.what}{details}: these units are not used"
+    return RefusedUnits(path, f"{error.what}{details}: these units are not used")
 
 
 def _may_hold_units(entry: Entry, sources: Sources) -> bool:
-    """Whether the file is marked as a units file: near its beginning, or anywhere if its name is that of a units file
-    too. One under the name that ``save_units`` uses may be empty or torn: a full disk leaves such files.
+    """Whether the file is named as ``save_units`` names one, whatever is left in it; or marked as a units file: near
+    its beginning, or anywhere if its name speaks of units.
     """
     if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST:
         return False
+    if entry.name == UNITS:
+        return True
     try:
         head = sources.open(entry.path).read(0, min(_UNITS_HEAD, entry.nbytes))
         if _UNITS_MARK in head or "units" not in entry.name.lower():
             return _UNITS_MARK in head
-        content = _content(entry, sources)
-        return _UNITS_MARK in content or (entry.name == UNITS and not _is_json(content))
+        return _UNITS_MARK in _content(entry, sources)
     except SourceError:  # a file beside the checkpoint that was not requested
         return False
-
-
-def _is_json(content: bytes) -> bool:
-    try:
-        json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _content(entry: Entry, sources: Sources) -> bytes:
@@ -132,20 +129,47 @@ def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
     """Give ``checkpoint`` the units that were found."""
     checkpoint.units = found.units
     checkpoint.origin = replace(checkpoint.origin, units_from=found.path)
-    if checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id"):
-        # Without flat parameters and ids no units are needed, and no choice between them.
-        _enter_refused(checkpoint, found)
+    _enter_refused(checkpoint, found)
+    if found.ambiguous and _needs_units(checkpoint):
+        ambiguous = Note("units-ambiguous", found.ambiguous, for_verify=True)
+        checkpoint.ledger = checkpoint.ledger.with_notes(ambiguous)
     if found.units is not None:
         what = "what lies in flat parameters" if found.units.flat else "the order of the parameters"
         evidence = Evidence(EvidenceKind.UNITS, f"{found.path} says {what}")
         checkpoint.ledger = checkpoint.ledger.with_evidence(evidence)
 
 
+def _needs_units(checkpoint: Checkpoint) -> bool:
+    """Whether there are flat parameters or ids, which units name."""
+    return checkpoint.layout is Layout.FLATTENED or (
+        checkpoint.optim is not None and checkpoint.optim.key_type == "id"
+    )
+
+
 def _enter_refused(checkpoint: Checkpoint, found: FoundUnits) -> None:
-    """Say of ``checkpoint`` which files of units beside it are not used, and why."""
-    refused = (*checkpoint.origin.units_refused, *found.refused)
+    """Say of ``checkpoint`` which files of units are not used, and why. One that is not in SRC is a run's, or another
+    file's: it matters only to a checkpoint that needs it.
+    """
+    needed = _needs_units(checkpoint)
+    of_checkpoint = [each for each in found.refused if needed or _is_in(each.path, checkpoint.source)]
+    refused = (*checkpoint.origin.units_refused, *(each.why for each in of_checkpoint))
     checkpoint.origin = replace(checkpoint.origin, units_refused=refused)
-    checkpoint.ledger = checkpoint.ledger.with_notes(*found.notes())
+    notes = [Note("units-unreadable", each.why, warning=True, damage=True) for each in of_checkpoint]
+    checkpoint.ledger = checkpoint.ledger.with_notes(*notes)
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return path.startswith(f"{directory.rstrip('/')}/")
+
+
+def _note_other_units(checkpoint: Checkpoint, recorded: FoundUnits) -> None:
+    """Say that a units file in the directory of ``checkpoint`` says something else than its manifest."""
+    beside = checkpoint.origin.units_from
+    if checkpoint.units in (None, recorded.units) or recorded.units is None or not _is_in(beside, checkpoint.source):
+        return
+    message = f"{beside} is about other units than {recorded.path} records with these files, and is not used"
+    note = Note("units-ambiguous", message, for_verify=True)
+    checkpoint.ledger = checkpoint.ledger.with_notes(note)
 
 
 SEAL = ',\n "crc32": "'
@@ -223,7 +247,7 @@ def _units(recorded: object, path: str) -> FoundUnits | None:
     try:
         return FoundUnits(decode(recorded, source=path), path)
     except SourceError as error:
-        return FoundUnits(None, "", (_why_refused(error),))
+        return FoundUnits(None, "", (_refused(path, error),))
 
 
 def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) -> Checkpoint:
@@ -242,6 +266,7 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
         _enter_changed(checkpoint, contradictions)
         return checkpoint
     if read.units is not None:  # they were written with these very files
+        _note_other_units(checkpoint, read.units)
         with_units(checkpoint, read.units)
     if document.get("section_units"):
         _with_section_units(checkpoint, document.get("section_units"), manifest.path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import fsdpckpt
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.unit_lists import units_of_lists
@@ -58,7 +59,7 @@ def test_a_file_that_says_late_what_it_is_is_a_units_file_only_by_name(
 
 def test_without_a_units_file_there_are_no_units(step: Path) -> None:
     (step / "config.json").write_text(json.dumps({"format": "pt"}))
-    (step / "units.json").write_text("[1, 2]")
+    (step / "my_units.json").write_text("[1, 2]")
     (step / "notes.md").write_text('A units file has "format": "fsdpckpt-units".')
     (step / "folder.json").mkdir()
     (step / "gone.json").symlink_to("nowhere")
@@ -127,6 +128,10 @@ def test_what_the_manifest_says_was_written_with_these_files(step: Path) -> None
     (step / "fsdpckpt.json").write_text(json.dumps({"version": "1", "units": encode(UNITS)}))
     found = opened(step)
     assert (found.units, found.origin.units_from) == (UNITS, str(step / "fsdpckpt.json"))
+    (note,) = [note for note in found.notes if note.kind.startswith("units")]
+    assert note.for_verify and f"{step / 'units.json'} is about other units" in note.message
+    write(step / "units.json", UNITS)
+    assert not any(note.kind.startswith("units") for note in opened(step).notes)
 
 
 def test_units_beside_a_single_file(tmp_path: Path) -> None:
@@ -145,13 +150,36 @@ def test_units_that_differ_are_named_only_where_ids_need_them(key: int | str, ki
     assert [note.kind for note in opened(tmp_path / "model.pt").notes] == kinds
 
 
-@pytest.mark.parametrize("content", [b"", bytes(4096), b"[1, 2", b'{"for', b"\xff\xfe"])
+TORN = [b"", bytes(4096), b"[1, 2", b'{"for', b"\xff\xfe", b"[1, 2]", b"{}", b'"fsdpckpt-units"']
+
+
+@pytest.mark.parametrize("content", TORN)
 def test_a_torn_file_under_the_usual_name_is_not_taken_for_none(content: bytes, step: Path) -> None:
     """A full disk leaves empty files, and a lost machine zeros: nothing in them says that they were units."""
     (step / "other.json").write_bytes(content)
-    assert opened(step).origin.units_refused == ()
+    assert not opened(step).origin.units_refused or content == TORN[-1]
+    (step / "other.json").unlink()
     (step / "units.json").write_bytes(content)
     found = opened(step)
     (refused,) = found.origin.units_refused
-    assert f"{step / 'units.json'}: not a JSON document" in refused
-    assert [note.kind for note in found.notes if note.damage] == ["units-unreadable"]
+    assert f"{step / 'units.json'}" in refused and "not a" in refused
+    (note,) = [note for note in found.notes if note.damage]
+    assert note.kind == "units-unreadable" and note.warning
+
+
+@pytest.mark.parametrize("content", TORN)
+def test_a_torn_file_is_damage_beside_a_manifest_too_and_where_names_need_no_units(
+    content: bytes, step: Path, tmp_path: Path
+) -> None:
+    """It is a file of the checkpoint. Above it, it is the run's, and matters to those that need one."""
+    named = tmp_path / "run" / "step-20"
+    named.mkdir()
+    torch.save({"model": {"w": torch.randn(5, 3)}}, named / "model.pt")
+    (step / "fsdpckpt.json").write_text(json.dumps({"version": "1", "units": encode(UNITS)}))
+    for directory in (step, named):
+        (directory / "units.json").write_bytes(content)
+        assert [note.kind for note in opened(directory).notes if note.damage] == ["units-unreadable"]
+        stray = [each.message for each in fsdpckpt.verify(directory).problems if each.kind == "stray"]
+        assert [f"{directory / 'units.json'}" in message for message in stray] == [True]
+    (named / "units.json").rename(named.parent / "units.json")
+    assert not any(note.damage for note in opened(named).notes)
