@@ -37,12 +37,14 @@ def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Dra
     if mapping is None:
         return draft
     maps = find_maps(mapping.options)
-    given = Knowledge(replace(units_request(mapping.options), sections=draft.knowledge.request.sections), draft.sources)
+    request = draft.knowledge.request
+    listed = request.parameter_groups
+    given = Knowledge(replace(units_request(mapping.options, listed), sections=request.sections), draft.sources)
     reading, of_new_model = mapping.read, draft.knowledge
     if not mapping.knows_target:
         options, of_new_model = divided(given, draft.opened, maps, reading.options)
         reading = replace(reading, options=options)
-    knowledge = Knowledge(units_request(reading.options), draft.sources)
+    knowledge = Knowledge(units_request(reading.options, listed), draft.sources)
     read = take(steps, replace(draft, knowledge=knowledge), reading)
     if read.left_out:
         return read

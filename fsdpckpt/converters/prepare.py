@@ -27,7 +27,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
-from fsdpckpt.flat.units.from_options import units_request
+from fsdpckpt.flat.units.from_options import listed_parameters, units_request
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.flat.units.sections import labels_of, places_of, with_parameters_of_section
@@ -74,8 +74,9 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     """Read ``source``, transform it, lay out ``target`` and plan the copies. Reads tensor data only where a proof needs
     some of it.
     """
+    asked = _Asked(source, target, options, units_request(options, listed_parameters(options)), sources)
     try:
-        draft, decision = _read_and_transform(source, target, options, sources)
+        draft, decision = _read_and_transform(asked)
     except (SourceIncompleteError, SourceCorruptError) as error:
         if options.only is None and (readable := _what_can_be_read(source, error, options, sources)) is not None:
             steps = [error.next_step or error.usual_next_step, readable]
@@ -125,36 +126,47 @@ def _require_possible_size(checkpoint: Checkpoint, target: str) -> None:
         )
 
 
-def _read_and_transform(source: str, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
+class _Asked(NamedTuple):
+    """What is asked for. ``request``: what the options say about units; a file of names is read once for it."""
+
+    source: str
+    target: str
+    options: ConvertOptions
+    request: UnitsRequest
+    sources: Sources
+
+
+def _read_and_transform(asked: _Asked) -> tuple[Draft, Decision]:
     """Read SRC, decide what is written, and transform what was read into it."""
-    opened = _read_what_is_taken(source, target, options, sources)
-    require_matches(options.ignore_file, opened.checkpoint)
-    return _transform(opened, target, options, sources)
+    opened = _read_what_is_taken(asked)
+    require_matches(asked.options.ignore_file, opened.checkpoint)
+    return _transform(opened, asked)
 
 
-def _read_what_is_taken(source: str, target: str, options: ConvertOptions, sources: Sources) -> _Opened:
-    """SRC, with everything located that ``options`` take of it: other items of a DCP directory are not opened."""
+def _read_what_is_taken(asked: _Asked) -> _Opened:
+    """SRC, with everything located that options take of it: other items of a DCP directory are not opened."""
+    options = asked.options
     takes_all = options.only is None and not options.include and not options.exclude
     if takes_all or options.map:  # a map compares numbers of several parameters
-        return _read(source, options, sources, Locate.ALL)
-    outline = _read(source, options, sources, Locate.NOTHING)
+        return _read(asked, Locate.ALL)
+    outline = _read(asked, Locate.NOTHING)
     if all(map(is_located, outline.checkpoint.leaves())):  # in no DCP directory
         return outline
     # The metadata is parsed once: what follows takes it from ``sources`` and opens items.
-    return _read(source, options, sources, _what_to_locate(outline, target, options, sources))
+    return _read(asked, _what_to_locate(outline, asked))
 
 
-def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sources: Sources) -> Locate:
-    """The items of a DCP directory that hold what ``options`` take: those of the tensors that are left when its
+def _what_to_locate(outline: _Opened, asked: _Asked) -> Locate:
+    """The items of a DCP directory that hold what options take: those of the tensors that are left when its
     metadata alone is transformed. All if flat parameters or master weights have to be proved by their bytes.
 
     Raises UsageError for a glob that matches nothing: items have no other names.
     """
     checkpoint = outline.checkpoint
-    if checkpoint.origin.has_masters or is_flattened(checkpoint, sources, units_request(options)):
+    if checkpoint.origin.has_masters or is_flattened(checkpoint, asked.sources, asked.request):
         return Locate.ALL
     try:
-        draft, _ = _transform(outline, target, options, sources)
+        draft, _ = _transform(outline, asked)
     except NoKeyMatchesError:
         raise
     except FsdpckptError:  # the items may show otherwise; if not, the error lists what is wrong with all of them
@@ -163,9 +175,9 @@ def _what_to_locate(outline: _Opened, target: str, options: ConvertOptions, sour
     return Locate.only(items_of(taken))
 
 
-def _transform(opened: _Opened, target: str, options: ConvertOptions, sources: Sources) -> tuple[Draft, Decision]:
-    decision = decide(target, options, opened.checkpoint, sources)
-    begun = begin(opened.checkpoint, decision, sources, places=opened.places, request=opened.request)
+def _transform(opened: _Opened, asked: _Asked) -> tuple[Draft, Decision]:
+    decision = decide(asked.target, asked.options, opened.checkpoint, asked.sources)
+    begun = begin(opened.checkpoint, decision, asked.sources, request=opened.request, places=opened.places)
     return transform(begun, decision), decision
 
 
@@ -177,9 +189,10 @@ class _Opened(NamedTuple):
     request: UnitsRequest  # what the options about units say of it
 
 
-def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate) -> _Opened:
+def _read(asked: _Asked, locate: Locate) -> _Opened:
+    options, sources = asked.options, asked.sources
     whole = open_checkpoint(
-        source,
+        asked.source,
         sources=sources,
         locate=locate,
         only=section_of(options.only),
@@ -191,8 +204,9 @@ def _read(source: str, options: ConvertOptions, sources: Sources, locate: Locate
     # The copies have been compared with the masters, and are not written.
     distinct = without_repeats(replace(whole, copies={}), sources)
     section = named_section(distinct, options.only)
-    checkpoint = with_told_masters(choose_section(distinct, options.only), of_one_section(options), sources)
-    request = replace(units_request(options), sections=labels_of(distinct, section))
+    chosen = choose_section(distinct, options.only)
+    checkpoint = with_told_masters(chosen, of_one_section(options), asked.request, sources)
+    request = replace(asked.request, sections=labels_of(distinct, section))
     if section is not None:
         request = with_parameters_of_section(request, distinct, section)
     return _Opened(checkpoint, places_of(distinct, section), request)

@@ -29,7 +29,7 @@ from fsdpckpt.converters.steps.sections import each_section, take
 from fsdpckpt.converters.steps.select import keep_section, select_keys
 from fsdpckpt.converters.steps.shard import shard, shard_as_units
 from fsdpckpt.converters.steps.unflatten import unflatten
-from fsdpckpt.converters.steps.unused import note_unused
+from fsdpckpt.converters.steps.unused import find_unused
 from fsdpckpt.converters.steps.wrap import require_something, require_whole_units, wrap
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.flat.units.from_options import units_request
@@ -55,7 +55,7 @@ TO_WHOLE_TENSORS: tuple[Step, ...] = (
 """From any source to whole tensors under plain names."""
 
 TO_FULL_OR_SHARDED: tuple[Step, ...] = (
-    note_unused,
+    find_unused,
     name_optimizer,
     select_keys,
     fill_states,
@@ -88,7 +88,7 @@ TO_FLATTENED: tuple[Step, ...] = (
 """From whole tensors to what FSDP1 flattens: still whole tensors, with units. The writer cuts them."""
 
 
-_OF_FINAL_NAMES = (note_unused, fill_states, note_unproved_cuts)
+_OF_FINAL_NAMES = (find_unused, fill_states, note_unproved_cuts)
 """Steps after the map: what they say of names they say of the new ones."""
 
 BEFORE_MAP: tuple[Step, ...] = tuple(
@@ -129,22 +129,19 @@ def begin(
     decision: Decision,
     sources: Sources,
     *,
+    request: UnitsRequest,
     places: tuple[str, ...] = (),
-    request: UnitsRequest | None = None,
 ) -> Draft:
-    """The draft before the first step. ``places``: the keys of the named section that ``--only`` made the main one, and
-    of its model; ``request``: what ``--parameters`` says of it.
-
-    Raises SourceMissingError if the file of ``--parameters`` cannot be read.
+    """The draft before the first step. ``request``: what the options say about units as they were given; ``places``:
+    the keys of the named section that ``--only`` made the main one, and of its model.
     """
-    known = units_request(decision.options)
-    if request is not None:
-        known = replace(
-            known,
-            sections=request.sections,
-            parameters=request.parameters,
-            parameter_groups=request.parameter_groups,
-        )
+    listed = request.parameter_groups
+    known = replace(
+        units_request(decision.options, listed),
+        sections=request.sections,
+        parameters=request.parameters,  # of either model of a map, whose options the decision divides
+        parameter_groups=listed,
+    )
     knowledge = Knowledge(known, sources)
     noted = opened.noted(*decision.notes)
     return Draft(checkpoint=noted, opened=noted, knowledge=knowledge, leads=leads(opened), places=places)
@@ -157,6 +154,8 @@ def transform(begun: Draft, decision: Decision) -> Draft:
     return take(STEPS, begun, decision)
 
 
-def transform_to_load(opened: Checkpoint, decision: Decision, sources: Sources) -> TransformedCheckpoint:
+def transform_to_load(
+    opened: Checkpoint, decision: Decision, sources: Sources, request: UnitsRequest
+) -> TransformedCheckpoint:
     """What ``transform`` makes of the sections, for a loader that takes what a plain target would hold."""
-    return transform_sections(begin(opened, decision, sources), decision).transformed
+    return transform_sections(begin(opened, decision, sources, request=request), decision).transformed

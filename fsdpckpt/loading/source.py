@@ -20,7 +20,7 @@ from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.transform import transform_to_load
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, StateDictMismatchError
 from fsdpckpt.execute.read_check import ReadCheck
-from fsdpckpt.flat.units.from_options import units_request
+from fsdpckpt.flat.units.from_options import listed_parameters, units_request
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import load_units
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Section
@@ -64,7 +64,8 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
         path, sources=sources, units=units, locate=locate, ignore_file=ignored, prefer_dcp_over_exports=True
     )
     require_matches(ignored, checkpoint)
-    flattened = not locate.all and is_flattened(checkpoint, sources, units_request(options))
+    request = units_request(options, listed_parameters(options))
+    flattened = not locate.all and is_flattened(checkpoint, sources, request)
     if flattened and not all(map(is_located, checkpoint.leaves())):
         checkpoint = open_checkpoint(
             path, sources=sources, units=units, locate=Locate.ALL, ignore_file=ignored, prefer_dcp_over_exports=True
@@ -72,7 +73,7 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     try:
         # as for a conversion to whole tensors, up to the layout
         spec = Decision(Layout.FULL, Container.DCP, None, options, directory=True)
-        return transform_to_load(without_repeats(checkpoint, sources), spec, sources).checkpoint
+        return transform_to_load(without_repeats(checkpoint, sources), spec, sources, request).checkpoint
     except NeedsInformationError as error:
         if options.key_type == "name":
             error.alternative = f"{flags.key_type('id')} for an optimizer.state_dict() that is keyed by id itself"

@@ -10,7 +10,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.options.commands import DiffOptions
 from fsdpckpt.options.declare import Scope, refuse_unused
 from fsdpckpt.progress import Progress
-from fsdpckpt.queries.opening import both_by_name, open_all
+from fsdpckpt.queries.opening import both_by_name, open_all, units_request_of
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.selection import choose_section
 from fsdpckpt.verify.compare import compare, only_section
@@ -23,6 +23,7 @@ def diff(a: str, b: str, options: DiffOptions, progress: Progress) -> Difference
     if not options.map:
         refuse_unused(options, Scope.MAP, "there is no map", f"add {flags.map_('FILE')}")
     exact = options.rtol is None and options.atol is None
+    request = units_request_of(options)
     with Sources() as sources:
         opened = open_all([a, b], sources, options.units, options.ignore_file)
         distinct = [without_repeats(checkpoint, sources) for checkpoint in opened]
@@ -30,9 +31,9 @@ def diff(a: str, b: str, options: DiffOptions, progress: Progress) -> Difference
         if options.map:
             from fsdpckpt.queries.mapped import mapped  # few comparisons need maps
 
-            distinct[0], note = mapped(distinct[0], distinct[1], options, sources)
+            distinct[0], note = mapped(distinct[0], distinct[1], options, request, sources)
             notes.append(note)
-        named, unused = both_by_name(distinct[0], distinct[1], sources, options)
+        named, unused = both_by_name(distinct[0], distinct[1], sources, options, request)
         first, second = (only_section(_chosen(each, options.only), section_of(options.only)) for each in named)
         difference = compare(
             first,

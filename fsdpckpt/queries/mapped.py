@@ -6,6 +6,7 @@ from fsdpckpt import flags
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.target.map_options import with_mapping
 from fsdpckpt.converters.transform import transform_to_load
+from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.ir import Container, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.names import clean
@@ -17,11 +18,13 @@ from fsdpckpt.queries.opening import knowledge_of
 from fsdpckpt.storage.sources import Sources
 
 
-def mapped(a: Checkpoint, b: Checkpoint, options: DiffOptions, sources: Sources) -> tuple[Checkpoint, str]:
+def mapped(
+    a: Checkpoint, b: Checkpoint, options: DiffOptions, request: UnitsRequest, sources: Sources
+) -> tuple[Checkpoint, str]:
     """``a`` as the maps of ``options`` make it, keyed by name, and a note that says so.
 
-    The numbers of the model are those of a ``config.json`` beside either side, unless they are given. Raises what the
-    conversion of ``a`` would raise.
+    ``request``: what the options say about units. The numbers of the model are those of a ``config.json`` beside either
+    side, unless they are given. Raises what the conversion of ``a`` would raise.
     """
     chosen = ConvertOptions.of(
         **knowledge_of(options),
@@ -34,7 +37,7 @@ def mapped(a: Checkpoint, b: Checkpoint, options: DiffOptions, sources: Sources)
     decision = with_mapping(
         Decision(Layout.FULL, Container.TORCH, None, chosen, directory=False), folders=(b.origin.directory,)
     )
-    made = transform_to_load(a, decision, sources).checkpoint
+    made = transform_to_load(a, decision, sources, request).checkpoint
     names = " and ".join(f"{flags.map_(name)}" for name in options.map)
     backwards = f" {flags.inverse}" if options.inverse else ""
     makes = "makes" if len(options.map) == 1 else "make"

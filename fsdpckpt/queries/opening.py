@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from fsdpckpt.flat.units.from_options import units_request
+from fsdpckpt.flat.units.from_options import listed_parameters, units_request
 from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.buffers import known_buffers, with_named_buffers
@@ -29,8 +29,9 @@ def knowledge_of(options: OptionRecord) -> dict[str, object]:
 
 
 def units_request_of(options: OptionRecord) -> UnitsRequest:
-    """The same as ``units_request``, for any record of options. Raises what that raises."""
-    return units_request(ConvertOptions.of(**knowledge_of(options)))
+    """What any record of options says about units. Raises what ``listed_parameters`` raises."""
+    chosen = ConvertOptions.of(**knowledge_of(options))
+    return units_request(chosen, listed_parameters(chosen))
 
 
 def open_all(
@@ -101,17 +102,16 @@ def _with_buffers(
 
 
 def both_by_name(
-    a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOptions
+    a: Checkpoint, b: Checkpoint, sources: Sources, options: DiffOptions, request: UnitsRequest
 ) -> tuple[list[Checkpoint], list[str]]:
     """Both sides of a comparison with flattened shards by name: each is help for the other. Also returns what
-    ``_with_buffers`` does.
+    ``_with_buffers`` does. ``request``: what ``options`` say about units.
     """
     flattened = any(each.layout is Layout.FLATTENED or _has_units(each) for each in (a, b))
     if not flattened and not knowledge_of(options):
         return [a, b], []
     from fsdpckpt.flat.logical import logical, require_comparable  # as in ``by_name``
 
-    request = units_request_of(options)
     named = [logical(each, sources, request, other=other) for each, other in ((a, b), (b, a))]
     require_comparable(named[0], named[1], request, sources)
     given = knowledge_of(options)

@@ -141,9 +141,7 @@ def with_units(checkpoint: Checkpoint, found: FoundUnits) -> None:
 
 def _needs_units(checkpoint: Checkpoint) -> bool:
     """Whether there are flat parameters or ids, which units name."""
-    return checkpoint.layout is Layout.FLATTENED or (
-        checkpoint.optim is not None and checkpoint.optim.key_type == "id"
-    )
+    return checkpoint.layout is Layout.FLATTENED or (checkpoint.optim is not None and checkpoint.optim.key_type == "id")
 
 
 def _enter_refused(checkpoint: Checkpoint, found: FoundUnits) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def test_one_list_names_the_ids_of_every_optimizer(prefixes: dict[str, str], tmp
         fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "out.pt", to="full", key_type="name")
     assert "--only optim:actor" in str(asked.value.alternative)
     listed = written(tmp_path / "order.txt", prefixes=prefixes)
-    fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "out.pt", to="full", key_type="name", parameters=listed)
+    report = fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "out.pt", to="full", key_type="name", parameters=listed)
+    assert not [note.message for note in report.notes if note.kind == "unused"], "the models need no list"
     found = states(tmp_path / "out.pt", truth)
     assert all(torch.equal(found[each], truth[each]) for each in truth)
     assert fsdpckpt.diff(tmp_path / "ids.pt", tmp_path / "out.pt", parameters=listed).same
@@ -166,3 +168,35 @@ def test_the_optimizers_order_is_no_contradiction_to_the_units_of_models(tmp_pat
     other = written(tmp_path / "other.txt", prefixes={"actor": "actor.", "critic": "critic.x"})
     with pytest.raises(FsdpckptError, match=r"xh\.r\.weight in parameters"):
         fsdpckpt.convert(tmp_path / "flat", tmp_path / "not.pt", to="full", key_type="name", parameters=other)
+
+
+def test_an_option_had_no_effect_where_no_section_uses_it(tmp_path: Path) -> None:
+    """One note, on the source: each model, and each optimizer, says itself all that is asked of it."""
+    saved(tmp_path / "ids.pt")
+    listed = written(tmp_path / "order.txt", prefixes={"actor": "actor.", "critic": "critic."})
+    for only in (None, "model:actor"):
+        report = fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / f"{only}.pt", to="full", parameters=listed, only=only)
+        (note,) = [note.message for note in report.notes if note.kind == "unused"]
+        assert note.startswith(f"--parameters had no effect: {tmp_path / 'ids.pt'} records")
+
+
+ONE_PIPE = {"all": {}, "one section": {"only": "optim:critic"}, "some names": {"include": ["critic.*"]}}
+
+
+@pytest.mark.parametrize("taken", ONE_PIPE)
+def test_the_names_may_come_from_a_pipe(taken: str, tmp_path: Path) -> None:
+    """``--parameters <(python names.py)``: what was read from a pipe is gone, so it is read once."""
+    truth = saved(tmp_path / "ids.pt")
+    listed = written(tmp_path / "order.txt", prefixes={"actor": "actor.", "critic": "critic."})
+    options: dict[str, Any] = {"to": "full", "key_type": "name", **ONE_PIPE[taken]}
+    fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "wanted.pt", parameters=listed, **options)
+    reading, writing = os.pipe()
+    os.write(writing, listed.read_bytes())
+    os.close(writing)
+    try:
+        fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "out.pt", parameters=f"/dev/fd/{reading}", **options)
+    finally:
+        os.close(reading)
+    assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
+    if taken == "all":
+        assert all(torch.equal(value, truth[key]) for key, value in states(tmp_path / "out.pt", truth).items())

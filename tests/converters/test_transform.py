@@ -15,6 +15,7 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.layout import choose_layout
 from fsdpckpt.converters.transform import begin, transform
 from fsdpckpt.errors import SourceCorruptError, UsageError
+from fsdpckpt.flat.units.from_options import listed_parameters, units_request
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Problem, Section
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.sources import Sources
@@ -53,8 +54,9 @@ def units_file(source: Path, tmp_path: Path) -> Path:
 
 def steps(held: Checkpoint, target: str = "out.pt", **options: Any) -> Draft:
     with Sources() as sources:
-        layout = choose_layout(target, ConvertOptions(**options), held)
-        return transform(begin(held, layout, sources), layout)
+        asked = ConvertOptions(**options)
+        layout, request = choose_layout(target, asked, held), units_request(asked, listed_parameters(asked))
+        return transform(begin(held, layout, sources, request=request), layout)
 
 
 def test_problems_count_in_the_sections_that_are_asked_for_also_where_nothing_of_them_is_left() -> None:

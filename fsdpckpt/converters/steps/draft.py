@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.flags import Wording
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
@@ -19,6 +20,13 @@ from fsdpckpt.transform.selection import NoKeyMatchesError
 
 if TYPE_CHECKING:
     from fsdpckpt.maps import AppliedMap
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The units of the source, or of ``--units``, without the parameters that were left out."""
+
+    units: Units | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +43,7 @@ class Draft:
     source_names: RowNames = field(default_factory=RowNames)  # before the prefixes of wrappers were removed
     buffers_needed: bool = False  # whether ``--buffers`` had to say which tensors may differ between ranks
     changes: NameChanges | None = None  # what is selected, and the new names; known once keys are selected
-    selected: bool = False  # whether keys were left out
+    selection: Selection | None = None  # what is left of the units of the source, where keys were left out
     renamed: bool = False  # whether the names are those that will be written
     units: Units | None = None  # of a flattened target
     key_type: KeyType | None = None  # the keys that a flattened target gets; until it is written it has names
@@ -44,6 +52,7 @@ class Draft:
     model_for_ids: bool = False  # whether the model is only there to say what the ids of this optimizer are
     one_of_several: bool = False  # whether options that select or rename keys may be meant for other sections alone
     unmatched: tuple[NoKeyMatchesError, ...] = ()  # the options that apply to nothing of this one of several sections
+    unused: tuple[Wording, ...] = ()  # options that supply what this section states itself
     left_out: bool = False  # whether options leave nothing of this one of several sections: no further step is taken
 
     @property
@@ -66,7 +75,7 @@ class Draft:
     @property
     def known_units(self) -> Units | None:
         """``units_of_source``, of the parameters that are selected."""
-        return self.in_selection(self.units_of_source)
+        return self.units_of_source if self.selection is None else self.selection.units
 
     @property
     def id_units(self) -> Units | None:
@@ -74,11 +83,16 @@ class Draft:
         in_order = self.source_units is None or self.source_units.order_known
         return self.known_units if in_order else None
 
-    def in_selection(self, units: Units | None) -> Units | None:
-        """``units`` of the parameters that are selected, under the names that they keep."""
-        if units is None or self.changes is None or not self.selected:
-            return units
-        return self.changes.selection().applied_to(units)
+    def with_selection(self, checkpoint: Checkpoint, changes: NameChanges) -> Draft:
+        """The draft of ``checkpoint``, from which keys were left out; its units are those of what is left."""
+        left = changes.selection()
+        units, own = self.units_of_source, checkpoint.units
+        return replace(
+            self,
+            checkpoint=checkpoint if own is None else replace(checkpoint, units=left.applied_to(own)),
+            changes=changes,
+            selection=Selection(None if units is None else left.applied_to(units)),
+        )
 
     def with_checkpoint(self, checkpoint: Checkpoint) -> Draft:
         return self if checkpoint is self.checkpoint else replace(self, checkpoint=checkpoint)

@@ -11,6 +11,7 @@ import numpy as np
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft, Step
 from fsdpckpt.converters.steps.knowledge import Knowledge
+from fsdpckpt.converters.steps.unused import note_unused
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError
 from fsdpckpt.flat.units.presence import is_flattened
@@ -36,18 +37,22 @@ def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Dra
     opened = draft.checkpoint
     if not opened.named or decision.options.only is not None:
         opened = _with_named_beside(opened, draft.knowledge, decision)
-        return take(steps, replace(draft, checkpoint=opened, opened=opened), decision)
+        only = take(steps, replace(draft, checkpoint=opened, opened=opened), decision)
+        return note_unused(only, [only])
+    used: list[flags.Wording] = []
     if decision.layout is not Layout.FULL and opened.layout is not Layout.FLATTENED:
         opened = _with_listed_parameters(draft, decision)
+        used.append(flags.buffers)  # to know the parameters that the optimizers list
     taken = _sections_to_flatten(opened, draft) if decision.layout is Layout.FLATTENED else opened.named
     main = take(steps, _begun(draft, opened, None, decision), decision)
     done = [_take_section(steps, draft, decision, opened, section) for section in taken]
-    _require_matches([main, *done], taken)
+    sections = [main, *done]
+    _require_matches(sections, taken)
     if main.left_out:
         main = replace(main, checkpoint=replace(opened, model=None, optim=None))
     applied_maps: tuple[AppliedMap, ...] = next((each.applied_maps for each in (main, *done) if each.applied_maps), ())
     joined = _joined(main.checkpoint, opened, dict(zip(taken, done, strict=True)))
-    return _promoted(replace(main, checkpoint=joined, applied_maps=applied_maps))
+    return _promoted(note_unused(replace(main, checkpoint=joined, applied_maps=applied_maps), sections, used))
 
 
 def _sections_to_flatten(opened: Checkpoint, draft: Draft) -> tuple[NamedSection, ...]:

@@ -36,7 +36,9 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
     """
     options, checkpoint = decision.options, draft.checkpoint
     if not options.include and not options.exclude:
-        return _with_changes(draft, checkpoint, decision) if decision.layout is Layout.FLATTENED else draft
+        if decision.layout is not Layout.FLATTENED:
+            return draft
+        return replace(draft, changes=_changes(draft, checkpoint, decision))
     names_of_each = _names_in_globs(draft)
     if draft.one_of_several and not names_of_each:
         return draft
@@ -51,11 +53,11 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
         if draft.one_of_several:
             return replace(draft, left_out=True)
         raise
-    changed = replace(_with_changes(draft, selected, decision), selected=True)
+    changed = draft.with_selection(selected, _changes(draft, selected, decision))
     counted = decision.layout is not Layout.FLATTENED and (options.key_type or changed.source_keys) == "id"
     if counted and checkpoint.optim is not None and changed.known_units is not None:
         require_places(changed, [changed.known_units.parameters], f"{flags.key_type('name')}", written=False)
-    return changed.with_checkpoint(replace(selected, units=changed.in_selection(selected.units)))
+    return changed
 
 
 def _shared_in_units(draft: Draft) -> tuple[tuple[str, str], ...]:
@@ -84,8 +86,8 @@ def _names_in_globs(draft: Draft) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _with_changes(draft: Draft, selected: Checkpoint, decision: Decision) -> Draft:
-    """``draft`` with ``selected``, what is left of it, and what that and the renaming do to any name."""
+def _changes(draft: Draft, selected: Checkpoint, decision: Decision) -> NameChanges:
+    """What becomes of any name if ``selected`` is what is left of ``draft``, and names are changed after that."""
     options, names = decision.options, parameter_names(draft.checkpoint)
     present, kept = set(names), set(parameter_names(selected))
 
@@ -95,4 +97,4 @@ def _with_changes(draft: Draft, selected: Checkpoint, decision: Decision) -> Dra
         return is_selected((name,), include=options.include, exclude=options.exclude)
 
     new_name = renaming(draft, decision).new_name
-    return replace(draft, checkpoint=selected, changes=NameChanges(keeps, new_name, tuple(names)))
+    return NameChanges(keeps, new_name, tuple(names))

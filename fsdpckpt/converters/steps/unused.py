@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.steps.keys import needs_names
@@ -12,23 +15,38 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.options.declare import Scope, given
 
 
-def note_unused(draft: Draft, decision: Decision) -> Draft:
-    """Note them, unless a step has used them or will."""
+def find_unused(draft: Draft, decision: Decision) -> Draft:
+    """Find the options that neither a step nor the target uses. Of several sections another one may use them."""
     options, checkpoint = decision.options, draft.checkpoint
-    has_nothing = checkpoint.model is None and checkpoint.optim is None  # of several sections, which use them
-    if draft.source_units is not None or draft.buffers_needed or has_nothing:
+    if draft.source_units is not None or draft.buffers_needed or options.missing_state is not None:
+        return draft
+    # Named sections use them on their own.
+    if checkpoint.named or _is_rekeyed(draft, decision) or _is_undecided(checkpoint, decision):
         return draft
     unused = given(options, Scope.KNOWLEDGE)
     if decision.form is not None and decision.form.weights:  # the reference is the model's directory
         unused = tuple(option for option in unused if option != flags.reference)
-    # Named sections use them on their own.
-    if not unused or options.missing_state is not None or checkpoint.named:
+    return replace(draft, unused=unused)
+
+
+def note_unused(draft: Draft, sections: Sequence[Draft], used: Sequence[flags.Wording] = ()) -> Draft:
+    """``draft`` with a note on the options that none of ``sections`` uses, of which it is made. ``used``: what was
+    asked for all of them together.
+    """
+    taken = [each for each in sections if not each.left_out and _has_keys(each.checkpoint)]
+    if not taken:
         return draft
-    if _is_rekeyed(draft, decision) or _is_undecided(checkpoint, decision):
+    of_all = [option for option in taken[0].unused if all(option in each.unused for each in taken)]
+    unused = [option for option in of_all if option not in used]
+    if not unused:
         return draft
-    why = f"{checkpoint.source} records everything that this conversion needs"
+    why = f"{draft.checkpoint.source} records everything that this conversion needs"
     message = f"{' and '.join(f'{option}' for option in unused)} had no effect: {why}"
-    return draft.with_checkpoint(checkpoint.noted(Note("unused", message)))
+    return draft.with_checkpoint(draft.checkpoint.noted(Note("unused", message)))
+
+
+def _has_keys(checkpoint: Checkpoint) -> bool:
+    return checkpoint.model is not None or checkpoint.optim is not None
 
 
 def _is_rekeyed(draft: Draft, decision: Decision) -> bool:

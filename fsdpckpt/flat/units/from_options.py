@@ -1,4 +1,4 @@
-"""Reads what the options say about units, and the file of parameter names that one of them gives."""
+"""What the options say about units; reads the file of parameter names that one of them gives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from fsdpckpt.ir.units import Groups
 from fsdpckpt.options import ConvertOptions
 
 
-def units_request(options: ConvertOptions) -> UnitsRequest:
-    """The options about units. Raises SourceMissingError if the file of parameter names cannot be read."""
-    parts = _listed(options.parameters) if options.parameters is not None else ()
+def listed_parameters(options: ConvertOptions) -> Groups:
+    """The names in the file of ``--parameters``, as blank lines divide them; none without the option.
+
+    To be asked once: a pipe has them only once. Raises SourceMissingError if the file cannot be read.
+    """
+    return _listed(options.parameters) if options.parameters is not None else ()
+
+
+def units_request(options: ConvertOptions, listed: Groups) -> UnitsRequest:
+    """The options about units. ``listed``: the names in the file of ``--parameters``, if ``options`` have it."""
+    parts = listed if options.parameters is not None else ()
     return UnitsRequest(
         file=options.units,
         globs=options.unit,
