@@ -295,7 +295,7 @@ def main() -> int:
                 changed = ast.fix_missing_locations(copy.deepcopy(tree))
             finally:
                 restore()
-            if noticed(changed, module, options.tests, runs, lines_at[line], options.limit):
+            if noticed(changed, module, options.tests, runs, lines_at.get(line, range(line, line + 1)), options.limit):
                 count += 1
             else:
                 survived += 1
