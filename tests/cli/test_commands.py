@@ -15,6 +15,7 @@ from fsdpckpt.cli import diff
 from fsdpckpt.ir.checkpoint import Section
 from fsdpckpt.verify.difference import ComparedKey, Difference
 from tests.cli.conftest import Run, training_state
+from tests.oracle.compare import identical
 
 
 def test_inspect_shows_a_summary_then_a_line_a_key(run: Run, saved: Path) -> None:
@@ -51,7 +52,7 @@ def test_inspect_json_is_the_contracts_document(run: Run, saved: Path) -> None:
     assert {name: first[name] for name in expected} == expected
     (chunk,) = first["pieces"]
     data = saved.read_bytes()[chunk["offset"] : chunk["offset"] + chunk["nbytes"]]
-    assert torch.equal(
+    assert identical(
         torch.frombuffer(bytearray(data), dtype=torch.float32).view(7, 5),
         training_state()["model"]["0.weight"],  # type: ignore[index]
     )
@@ -316,4 +317,4 @@ def test_every_option_of_convert_reaches_the_conversion(run: Run, saved: Path, t
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     original = training_state()["model"]
     assert list(loaded) == ["net.first.weight", "net.2.weight"]
-    assert torch.equal(loaded["net.2.weight"], original["2.weight"].half())  # type: ignore[index]
+    assert identical(loaded["net.2.weight"], original["2.weight"].half())  # type: ignore[index]

@@ -18,6 +18,7 @@ from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceMissingError, SourceUnsupportedError
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
+from tests.oracle.compare import identical
 
 
 def export(source: Path, target: Path, **options: object) -> Report:
@@ -39,7 +40,7 @@ def test_weights_that_share_memory_are_written_once_under_the_first_name(tmp_pat
         saved(tmp_path / "run", {"wte.weight": shared, "norm.weight": other, "out.weight": shared}), tmp_path / "out"
     )
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert sorted(found) == ["norm.weight", "wte.weight"] and torch.equal(found["wte.weight"], shared)
+    assert sorted(found) == ["norm.weight", "wte.weight"] and identical(found["wte.weight"], shared)
     assert [note.key for note in report.notes if note.kind == "tied"] == ["out.weight"]
 
 
@@ -110,7 +111,7 @@ def test_a_reference_gives_configuration_and_tokenizer(tmp_path: Path, with_weig
     assert written == {"model.safetensors", "fsdpckpt.json", *described}
     assert all((tmp_path / "out" / name).read_bytes() == (model / name).read_bytes() for name in described)
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == WEIGHTS.keys() and torch.equal(found["model.embed_tokens.weight"], words)
+    assert found.keys() == WEIGHTS.keys() and identical(found["model.embed_tokens.weight"], words)
     assert not any(note.kind == "unconfigured" for note in report.notes)
     assert any(note.kind == "carried" and "llama" in note.message for note in report.notes)
     text = (tmp_path / "out" / "fsdpckpt.json").read_text()
@@ -199,7 +200,7 @@ def test_dtype_auto_is_that_of_the_configuration(tmp_path: Path) -> None:
     source = saved_with_dcp(tmp_path / "run", '{"torch_dtype": "float16"}')
     report = export(source, tmp_path / "out", dtype="auto", verify="full")
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["w"], CONFIGURED["w"].to(torch.float16)) and found["count"].dtype == torch.int64
+    assert identical(found["w"], CONFIGURED["w"].to(torch.float16)) and found["count"].dtype == torch.int64
     assert about_dtype(report) == ["--dtype auto is float16, as config.json states"]
     base = tmp_path / "base"
     base.mkdir()

@@ -29,6 +29,7 @@ from fsdpckpt.plan import make_plan
 from fsdpckpt.storage.hidden import staging_root
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import InterruptedRun, Staging
+from tests.oracle.compare import identical
 
 DCP: dict[str, Any] = {"container": "dcp"}  # one file of data alone reads as full, which would become a torch file
 PARAMS = {"layers.0.w": (37, 5), "layers.1.w": (11, 3), "norm": (7,), "empty": (0, 3)}
@@ -87,7 +88,7 @@ def load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
 def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     one, other = torch.utils._pytree.tree_flatten(found), torch.utils._pytree.tree_flatten(expected)
     return one[1] == other[1] and all(
-        torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(one[0], other[0], strict=True)
+        identical(a, b) if torch.is_tensor(a) else a == b for a, b in zip(one[0], other[0], strict=True)
     )
 
 

@@ -16,6 +16,7 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
 from tests.converters.target import test_several_meshes as experts
 from tests.converters.target.test_mesh import ODD, SIZE, assert_held, save, to_ranks
+from tests.oracle.compare import identical
 from tests.readers.played_ranks import as_rank
 from tests.writers.meshes import MeshCase, all_three, assert_equal, hsdp, net, over_tp
 
@@ -82,7 +83,7 @@ def test_replicas_alone_are_replicas(saved: Path, tmp_path: Path) -> None:
             found = torch.load(tmp_path / f"new/model_world_size_3_rank_{rank}.pt", weights_only=True)
             for name, value in net(SIZE, ODD).named_parameters():
                 assert isinstance(found[name], DTensor) and found[name].placements == (Replicate(),)
-                assert torch.equal(found[name].to_local(), value)
+                assert identical(found[name].to_local(), value)
 
 
 def test_several_meshes_drop_a_dimension_that_all_have(tmp_path: Path) -> None:

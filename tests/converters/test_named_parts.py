@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
+from tests.oracle.compare import identical
 
 State = dict[str, Any]
 
@@ -54,7 +55,7 @@ def saved_by_accelerate(path: Path, *, full: bool) -> list[tuple[State, State]]:
 
 def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and torch.equal(found, expected)
+        return isinstance(found, torch.Tensor) and identical(found, expected)
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
     if isinstance(expected, list):

@@ -12,6 +12,7 @@ from torch import nn
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
+from tests.oracle.compare import identical
 
 
 class Model(nn.Module):
@@ -92,7 +93,7 @@ def test_param_names_beside_ids_have_the_new_names_and_name_the_right_states(tmp
     state = load(tmp_path / "names.pt")["optimizer"]["state"]
     for name, param in model.named_parameters():
         new = f"{lead}{name}".replace("head", "out")
-        assert torch.equal(state[new]["exp_avg"], optimizer.state[param]["exp_avg"]), name
+        assert identical(state[new]["exp_avg"], optimizer.state[param]["exp_avg"]), name
 
 
 def test_an_optimizer_alone_is_renamed_by_its_param_names(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_parameter_that_two_sections_spell_differently_is_renamed_in_both(
     assert written["optimizer"]["param_groups"][0]["params"] == [in_optim.format(new[name]) for name in names]
     for name in names:
         entry = written["optimizer"]["state"][in_optim.format(new[name])]
-        assert torch.equal(entry["exp_avg"], states[name]["exp_avg"])
+        assert identical(entry["exp_avg"], states[name]["exp_avg"])
 
 
 def test_each_of_two_compiled_models_is_renamed_with_its_optimizer(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_each_of_two_compiled_models_is_renamed_with_its_optimizer(tmp_path: Pat
         expected = [key.replace("head", "lm") for key in saved[name]]
         assert list(written[name]) == expected
         assert all(
-            torch.equal(written[name][new], leaf) for new, leaf in zip(expected, saved[name].values(), strict=True)
+            identical(written[name][new], leaf) for new, leaf in zip(expected, saved[name].values(), strict=True)
         )
     words = saved["critic_optimizer"]["param_groups"][0]["param_names"]
     (group,) = written["critic_optimizer"]["param_groups"]
@@ -226,7 +227,7 @@ def test_named_parameters_from_before_or_after_distributed_data_parallel(
         expected = {key: leaf for key, leaf in states[name].items() if key != "head.weight"}
         assert sorted(state) == sorted(f"{in_model}{key}".replace("body", "trunk") for key in expected)
         for key, leaf in expected.items():
-            assert torch.equal(state[f"{in_model}{key}".replace("body", "trunk")]["exp_avg"], leaf)
+            assert identical(state[f"{in_model}{key}".replace("body", "trunk")]["exp_avg"], leaf)
 
 
 SPELLED: dict[str, tuple[dict[str, Any], dict[str, str | None]]] = {
@@ -268,7 +269,7 @@ def test_a_rule_as_one_section_spells_names_is_in_force_in_all(tmp_path: Path, k
         assert sorted(now) == sorted(expected)
         for name, value in expected.items():
             leaf, found = (value["exp_avg"], now[name]["exp_avg"]) if lead else (value, now[name])
-            assert torch.equal(leaf, found)
+            assert identical(leaf, found)
 
 
 def by_name(optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
-from tests.oracle.compare import differences
+from tests.oracle.compare import differences, identical
 from tests.oracle.fake_group import as_rank
 
 try:
@@ -195,5 +195,5 @@ def test_names_that_ddp_saved_with_its_prefix_are_the_same_parameters(tmp_path: 
                 prefix + name for name in moments
             }
             for name, moment in moments.items():
-                assert torch.equal(found["optimizer"]["state"][prefix + name]["exp_avg"], moment), (prefix, way, name)
+                assert identical(found["optimizer"]["state"][prefix + name]["exp_avg"], moment), (prefix, way, name)
         shutil.copy(tmp_path / "found.pt", tmp_path / "named.pt")

@@ -21,6 +21,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model
 from tests.ir.checkpoints import with_ledger
+from tests.oracle.compare import identical
 from tests.refusals import Refused
 
 SHAPES = {"a.w": (5, 3), "a.b": (5,), "b.w": (2, 5), "b.b": (2,)}
@@ -125,7 +126,7 @@ def test_a_weight_with_two_names_is_cast_under_both(target: dict[str, Any], tmp_
     fsdpckpt.convert(tmp_path / "full.pt", dst, dtype="bfloat16", verify="full", **options)
     with fsdpckpt.open(dst) as found:
         for name in ("head", "a.w"):
-            assert torch.equal(found[name].torch(), saved["model"]["a.w"].bfloat16())
+            assert identical(found[name].torch(), saved["model"]["a.w"].bfloat16())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
+from tests.oracle.compare import identical
 
 WORLD = 3
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
@@ -75,7 +76,7 @@ def test_a_cast_gives_the_numbers_that_torch_gives_whatever_the_types(tmp_path: 
         expected, cast = value.to(getattr(torch, name)), found[key]
         assert cast.dtype is expected.dtype
         nan = expected.double().isnan()
-        assert torch.equal(cast.double().isnan(), nan), key
+        assert identical(cast.double().isnan(), nan), key
         same = cast.view(torch.uint8).view(len(value), -1) == expected.view(torch.uint8).view(len(value), -1)
         assert same.all(dim=1)[~nan].all(), key
 
@@ -94,8 +95,8 @@ def test_a_cast_of_the_model_does_not_reach_the_same_dict_among_the_extras(tmp_p
     fsdpckpt.convert(source, middle, to="full", container=container, dtype="bfloat16", verify="full")
     found = to_full(middle, tmp_path / "c.pt")
     for key, weight in weights.items():
-        assert torch.equal(found["ema"][key], weight)
-        assert torch.equal(found["model"][key], weight.bfloat16())
+        assert identical(found["ema"][key], weight)
+        assert identical(found["model"][key], weight.bfloat16())
 
 
 # --- extras -----------------------------------------------------------------------------------------------------------
@@ -105,10 +106,10 @@ def test_extras_that_look_like_a_model_stay_extras_in_rank_files(tmp_path: Path)
     extras = {"scale": torch.randn(3), "ema": {"l.weight": torch.randn(5, 3)}, "epoch": 4}
     source = saved({"model": model(), **extras}, tmp_path / "a.pt")
     for rank in to_ranks(source, tmp_path / "ranks", WORLD, buffers=("none",)):
-        assert torch.equal(rank["scale"], extras["scale"]) and rank["epoch"] == 4
+        assert identical(rank["scale"], extras["scale"]) and rank["epoch"] == 4
     found = to_full(tmp_path / "ranks", tmp_path / "b.pt")
-    assert torch.equal(found["scale"], extras["scale"])
-    assert torch.equal(found["ema"]["l.weight"], extras["ema"]["l.weight"])
+    assert identical(found["scale"], extras["scale"])
+    assert identical(found["ema"]["l.weight"], extras["ema"]["l.weight"])
 
 
 @pytest.mark.parametrize("elements", [7, 300_001])
@@ -124,7 +125,7 @@ def test_a_tensor_of_the_extras_that_ranks_differ_in_stays_each_ranks_own(
         torch.serialization.set_crc32_options(True)
     found = to_ranks(source, tmp_path / "b", WORLD + 1, buffers=("none",))
     for rank, extra in enumerate(found):
-        assert torch.equal(extra["cursor"], extras[rank % WORLD]["cursor"])
+        assert identical(extra["cursor"], extras[rank % WORLD]["cursor"])
         assert extra["l"] == extras[rank % WORLD]["l"]
 
 
@@ -151,7 +152,7 @@ def test_a_tensor_of_the_extras_that_is_transposed_on_one_rank_stays_each_ranks_
     extras = [{"cursor": square}, {"cursor": square.t()}]
     found = to_ranks(rank_files(tmp_path / "a", extras), tmp_path / "b", 2, buffers=("none",))
     for extra, expected in zip(found, extras, strict=True):
-        assert torch.equal(extra["cursor"], expected["cursor"])
+        assert identical(extra["cursor"], expected["cursor"])
 
 
 def test_a_large_tensor_that_all_ranks_saved_alike_is_one_extra(tmp_path: Path) -> None:
@@ -165,8 +166,8 @@ def test_a_defaultdict_that_stands_in_two_places_is_read_in_both(tmp_path: Path)
     shared = defaultdict(list, {"seen": torch.randn(3)})
     source = saved({"model": model(), "one": shared, "two": {"three": shared}}, tmp_path / "a.pt")
     found = to_full(source, tmp_path / "b.pt")
-    assert torch.equal(found["one"]["seen"], shared["seen"])
-    assert torch.equal(found["two"]["three"]["seen"], shared["seen"])
+    assert identical(found["one"]["seen"], shared["seen"])
+    assert identical(found["two"]["three"]["seen"], shared["seen"])
 
 
 @pytest.mark.parametrize("key", ["hooks", "l._extra_state"])
@@ -221,7 +222,7 @@ def test_ids_of_several_optimizers_are_numbers_again_after_dcp(tmp_path: Path) -
         parameter = torch.nn.Parameter(torch.zeros_like(optimizer["state"][0]["exp_avg"]))
         live = torch.optim.Adam([parameter])
         live.load_state_dict(found[name])
-        assert torch.equal(live.state[parameter]["exp_avg"], optimizer["state"][0]["exp_avg"])
+        assert identical(live.state[parameter]["exp_avg"], optimizer["state"][0]["exp_avg"])
 
 
 def test_keys_below_a_parameters_state_that_become_text_in_dcp_are_named(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_states_of_several_shapes_without_a_parameter_of_their_name_are_not_gues
     assert error.value.details == ("0",)
     fsdpckpt.convert(source, tmp_path / "c", to="sharded", container="dcp", world_size=2)
     found = to_full(tmp_path / "c", tmp_path / "d.pt")
-    assert all(torch.equal(found["optimizer"]["state"][0][name], value) for name, value in state[0].items())
+    assert all(identical(found["optimizer"]["state"][0][name], value) for name, value in state[0].items())
 
 
 def test_counters_are_not_cast_whatever_their_shape_and_moments_are(tmp_path: Path) -> None:
@@ -256,8 +257,8 @@ def test_counters_are_not_cast_whatever_their_shape_and_moments_are(tmp_path: Pa
     source = saved(root, tmp_path / "a.pt")
     found = to_full(source, tmp_path / "b.pt", optim_dtype="bfloat16")["optimizer"]["state"]
     for key, entry in state.items():
-        assert found[key]["step"].dtype is torch.float32 and torch.equal(found[key]["step"], entry["step"])
-        assert torch.equal(found[key]["exp_avg"], entry["exp_avg"].bfloat16())
+        assert found[key]["step"].dtype is torch.float32 and identical(found[key]["step"], entry["step"])
+        assert identical(found[key]["exp_avg"], entry["exp_avg"].bfloat16())
 
 
 def test_a_square_weight_and_its_transpose_on_one_storage_stay_what_they_are(tmp_path: Path) -> None:
@@ -267,4 +268,4 @@ def test_a_square_weight_and_its_transpose_on_one_storage_stay_what_they_are(tmp
     for middle in ("b.pt", "b.safetensors", "b"):
         fsdpckpt.convert(source, tmp_path / middle, to="full", container="dcp" if middle == "b" else None)
         found = to_full(tmp_path / middle, tmp_path / f"{middle}-c.pt")["model"]
-        assert all(torch.equal(found[key], value) for key, value in tied.items()), middle
+        assert all(identical(found[key], value) for key, value in tied.items()), middle

@@ -13,6 +13,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, Usage
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units_json import encode, render
 from tests.flat.flat_checkpoints import unit, units_of
+from tests.oracle.compare import identical
 
 WRAPPER = "__bnb_optimizer_quant_state__"
 SHAPES = {"w": (24, 64), "v": (6, 256), "b.weight": (7, 3)}  # 6 blocks, 6 blocks; one parameter of 32 bits
@@ -93,7 +94,7 @@ def assert_held(directory: Path, world_size: int, *, orig: bool) -> None:
             assert loaded[number].pop("step") == entry.pop("step")
             for name, tensor in entry.items():
                 assert loaded[number][name].dtype is tensor.dtype
-                assert torch.equal(loaded[number][name], tensor), (rank, number, name)
+                assert identical(loaded[number][name], tensor), (rank, number, name)
 
 
 @pytest.mark.parametrize("orig", [False, True])
@@ -117,7 +118,7 @@ def test_a_full_checkpoint_has_the_form_of_one_process_and_comes_back(orig: bool
         entry, whole = full["state"][name], moments()[name]
         for state in ("state1", "state2") if name != "b.weight" else ():
             for part, tensor in quantized(whole[state], state[-1]).items():
-                assert torch.equal(entry[part].flatten(), tensor)
+                assert identical(entry[part].flatten(), tensor)
         assert entry["state1"].shape == shape
     full["state"] = {name: hidden(entry) for name, entry in full["state"].items()}
     torch.save(saved, tmp_path / "hidden.pt")
@@ -173,8 +174,8 @@ def test_hidden_states_of_32_bits_are_cut_like_their_parameter(container: str, t
     assert written.chunks.size.tolist() == [[4, 3], [3, 3]]
     fsdpckpt.convert(target, tmp_path / "back.pt", to="full")
     back = torch.load(tmp_path / "back.pt", weights_only=True)["optimizer"]["state"]["w"]
-    assert torch.equal(back["state1"], entry["state1"])
-    assert torch.equal(back["state2"], entry["state2"])
+    assert identical(back["state1"], entry["state1"])
+    assert identical(back["state2"], entry["state2"])
 
 
 def test_scales_are_not_cast(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.division import Divided, UndividedError, divide
+from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -167,7 +168,7 @@ def assert_states(found: Any, expected: Any) -> None:
     for name, states in expected.items():
         assert set(found[name]) == set(states)
         for state, value in states.items():
-            assert torch.equal(found[name][state], value), (name, state)
+            assert identical(found[name][state], value), (name, state)
 
 
 ODD = [(7, 5), (3, 7)]

@@ -29,6 +29,7 @@ from fsdpckpt.layouts import (
     row_sharding,
     shard_order_of,
 )
+from tests.oracle.compare import identical
 from tests.readers.played_ranks import as_rank, shard_rows_twice
 
 ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13)
@@ -68,7 +69,7 @@ def test_chunks_are_those_of_torch_chunk(length: int, parts: int) -> None:
     chunks += [numbered(0)] * (parts - len(chunks))
     for index in range(parts):
         start, size = chunk(length, parts, index)
-        assert torch.equal(numbered(length)[start : start + size], chunks[index])
+        assert identical(numbered(length)[start : start + size], chunks[index])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -77,7 +78,7 @@ def test_a_rank_of_fsdp_holds_its_chunk_of_one_dimension(dim: int) -> None:
     chunks = list(torch.chunk(whole, 4, dim))
     for rank in range(4):
         start, size = chunk(whole.shape[dim], 4, rank)
-        assert torch.equal(
+        assert identical(
             whole.narrow(dim, start, size), chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
         )
         if dim == 0:
@@ -100,7 +101,7 @@ def test_what_distribute_tensor_gives_each_rank(mesh_shape: tuple[int, ...]) -> 
                 whole = numbered(rows, 5)
                 local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
                 boxes = distribute_tensor_boxes(whole.shape, mesh_shape, ours(placements), place)
-                assert torch.equal(cut_out(whole, boxes, local.shape), local), (rows, placements, place)
+                assert identical(cut_out(whole, boxes, local.shape), local), (rows, placements, place)
                 if boxes:
                     assert local_shape(boxes, whole.shape) == tuple(local.shape)
                 if not any(isinstance(placement, _StridedShard) for placement in placements):
@@ -122,7 +123,7 @@ def test_what_fully_shard_leaves_of_a_tensor_parallel_shard(data: int, tensor: i
                 placements = ours(value.placements)
                 assert isinstance(placements[0], ir.StridedShard)
                 boxes = local_boxes(whole.shape, (data, tensor), placements, divmod(rank, tensor))
-                assert torch.equal(cut_out(whole, boxes, value.to_local().shape), value.to_local()), (name, rank)
+                assert identical(cut_out(whole, boxes, value.to_local().shape), value.to_local()), (name, rank)
                 seen[name] += sum(held.box.numel for held in boxes)
     assert seen == {name: whole.numel() for name, whole in weights.items()}
 

@@ -35,7 +35,7 @@ from fsdpckpt.errors import (
     StateDictMismatchError,
 )
 from fsdpckpt.storage.local import LocalFile
-from tests.oracle.compare import differences
+from tests.oracle.compare import differences, identical
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard_rows_twice
 from tests.writers.experts import ExpertMesh, mixture
 from tests.writers.meshes import MeshCase, all_three, hsdp, net, over_tp, sharded_model, with_moments
@@ -189,7 +189,7 @@ def test_a_target_that_is_not_contiguous_is_filled_in_its_own_strides(
     monkeypatch.setattr("fsdpckpt.verify.blocks.BLOCK_BYTES", at_once)
     target = torch.full((7, 19), 77.0).t()
     filled(full, {"model": {"up.weight": target}})
-    assert torch.equal(target, content()["model"]["up.weight"])
+    assert identical(target, content()["model"]["up.weight"])
     assert not target.is_contiguous()
 
 
@@ -205,7 +205,7 @@ def test_a_tensor_inside_a_value_keeps_its_order_in_memory(as_dcp: bool, tmp_pat
         torch.save(saved, tmp_path / "saved")
     state: dict[str, Any] = {"model": {"w": torch.empty(2)}, "buffers": None}
     dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "saved"), no_dist=True)
-    assert all(map(torch.equal, state["buffers"], value))
+    assert all(map(identical, state["buffers"], value))
     assert state["buffers"][0].stride() == value[0].stride()
 
 
@@ -214,7 +214,7 @@ def test_a_conjugated_view_is_filled_with_the_numbers_of_the_checkpoint(tmp_path
     torch.save({"model": {"w": saved}}, tmp_path / "full.pt")
     target = torch.zeros(5, 3, dtype=torch.complex64).conj()
     filled(tmp_path / "full.pt", {"model": {"w": target}})
-    assert torch.equal(target, saved)
+    assert identical(target, saved)
     assert target.is_conj()
 
 
@@ -224,7 +224,7 @@ def test_a_negated_view_is_filled_with_the_numbers_of_the_checkpoint(tmp_path: P
     target = torch._neg_view(torch.zeros(5))
     assert target.is_neg() and target.is_contiguous()
     filled(tmp_path / "full.pt", {"model": {"w": target}})
-    assert torch.equal(target, saved)
+    assert identical(target, saved)
 
 
 def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path), no_dist=True)
         finally:
             dist.destroy_process_group()
-        assert torch.equal(state["rng"], random(4, seed=rank % 2))
+        assert identical(state["rng"], random(4, seed=rank % 2))
 
 
 def test_an_optimizer_that_is_keyed_by_id_asks_for_what_would_name_it(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ class FirstRows(DefaultLoadPlanner):
 def test_a_planner_may_ask_for_a_part_of_a_tensor(full: Path) -> None:
     whole = content()["model"]["up.weight"]
     loaded = filled(full, {"model": {"up.weight": torch.empty(5, 7)}}, planner=FirstRows())
-    assert torch.equal(loaded["model"]["up.weight"], whole[1:6])
+    assert identical(loaded["model"]["up.weight"], whole[1:6])
     with pytest.raises(CheckpointException, match="float64 in the state dict"):
         filled(full, {"model": {"up.weight": torch.empty(5, 7, dtype=torch.float64)}}, planner=FirstRows())
 
@@ -542,7 +542,7 @@ def test_a_rank_reads_its_shard_of_a_large_file_and_little_else(
             state = {"model": {name: sharded(*tensor.shape) for name, tensor in weights.items()}}
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(path), no_dist=True)
             for name, tensor in weights.items():
-                assert torch.equal(state["model"][name].to_local(), tensor.chunk(4)[rank])
+                assert identical(state["model"][name].to_local(), tensor.chunk(4)[rank])
         share = sum(tensor.chunk(4)[rank].nbytes for tensor in weights.values())
         assert share <= sum(read) <= share + total // 10
 
@@ -552,7 +552,7 @@ def test_items_that_a_rank_does_not_need_are_not_even_opened(tmp_path: Path, rea
     dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
     state = {"model": {"w41": torch.empty(103, 101)}}
     filled(tmp_path, state)
-    assert torch.equal(state["model"]["w41"], weights["w41"])
+    assert identical(state["model"]["w41"], weights["w41"])
     assert sum(read) < 4 * weights["w41"].nbytes  # a look at all of them would be 60 times 8 KiB
 
 
@@ -566,7 +566,7 @@ def test_a_shard_in_other_strides_is_filled_in_parts(tmp_path: Path, monkeypatch
         target = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(22, 7), stride=(7, 1))
         dcp.load({"model": {"w": target}}, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
         assert not target.to_local().is_contiguous()
-        assert torch.equal(target.to_local(), weight[12:18])
+        assert identical(target.to_local(), weight[12:18])
 
 
 @pytest.mark.parametrize(("odd", "case"), [(3, over_tp(3, 2)), (5, over_tp(4, 2))], ids=["7 rows", "9 rows"])

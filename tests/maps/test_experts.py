@@ -15,6 +15,7 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError, UsageError
 from tests.maps import experts
 from tests.maps.experts import State
+from tests.oracle.compare import identical
 from tests.oracle.fake import rank_file
 from tests.oracle.fake_group import as_rank, rows
 
@@ -28,7 +29,7 @@ def convert(tmp_path: Path, source: str, target: str, **options: Any) -> Path:
 def assert_equal(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype and identical(found[name], value), name
 
 
 def states(state: State, name: str) -> State:
@@ -108,10 +109,10 @@ def test_each_rank_gets_what_fsdp2_holds_of_the_other_model(tmp_path: Path, save
             written = rank_file(tmp_path / "ranks", "model", world_size, rank)
             for name, held in model.state_dict().items():
                 assert written[name].placements == held.placements
-                assert torch.equal(written[name].to_local(), held.to_local()), name
+                assert identical(written[name].to_local(), held.to_local()), name
                 for state, whole in moments.items():
                     expected = rows(whole[name], rank, world_size)
-                    assert torch.equal(optim[name][state].to_local(), expected), name
+                    assert identical(optim[name][state].to_local(), expected), name
 
 
 def test_the_record_says_which_map_made_it(tmp_path: Path, saved: State) -> None:
@@ -204,7 +205,7 @@ def test_lbfgs_whose_vectors_join_all_parameters_is_refused_unless_the_map_only_
     renames = tmp_path / "renames.toml"
     renames.write_text('format = 1\nrest = "keep"\n[[rule]]\nfrom = "blocks.{rest*}"\nto = "layers.{rest*}"\n')
     (found,) = torch.load(convert(tmp_path, "apart.pt", "renamed.pt", map=renames))["optimizer"]["state"].values()
-    assert torch.equal(found["prev_flat_grad"], states["prev_flat_grad"])
+    assert identical(found["prev_flat_grad"], states["prev_flat_grad"])
 
 
 def test_a_state_of_an_unknown_name_is_moved_only_if_shapes_prove_what_it_is(tmp_path: Path, saved: State) -> None:
@@ -233,7 +234,7 @@ def test_numbers_of_any_form_are_carried_and_each_parameter_has_its_own(tmp_path
     convert(tmp_path, "apart.pt", "fused.pt")
     back = torch.load(convert(tmp_path, "fused.pt", "back.pt", inverse=True))["optimizer"]["state"]
     assert all((entry["calls"], entry["momentum_buffer"]) == (7, None) for entry in back.values())
-    assert all(torch.equal(entry["step"], torch.tensor([5.0])) for entry in back.values())
+    assert all(identical(entry["step"], torch.tensor([5.0])) for entry in back.values())
     back["embed.weight"]["step"] += 1  # as an optimizer does
     back["blocks.0.experts.0.gate.weight"]["step"] += 1
     assert (

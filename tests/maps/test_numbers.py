@@ -12,6 +12,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.errors import SourceIncompleteError, UsageError
 from fsdpckpt.maps.names import Pattern
+from tests.oracle.compare import identical
 
 WRITTEN = (
     ("layers.{layer+1}.w", {"layer": "0"}, "layers.1.w"),
@@ -91,8 +92,8 @@ def test_parameters_and_states_get_the_computed_names_and_their_old_ones_back(tm
     made = convert(tmp_path, "made.pt", rule)
     assert made["model"].keys() == made["optimizer"]["state"].keys() == set(renamed.values())
     for old, new in renamed.items():
-        assert torch.equal(made["model"][new], expected[old])
-        assert torch.equal(made["optimizer"]["state"][new]["exp_avg"], expected[f"{old}.exp_avg"])
+        assert identical(made["model"][new], expected[old])
+        assert identical(made["optimizer"]["state"][new]["exp_avg"], expected[f"{old}.exp_avg"])
     convert(tmp_path, "back.pt", rule, source="made.pt", inverse=True)
     assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / "back.pt").same
 
@@ -108,9 +109,9 @@ def test_experts_of_ranks_are_stacked_in_the_order_of_all_of_them(tmp_path: Path
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "made.pt", map=maps, verify="full")
     made = torch.load(tmp_path / "made.pt")
     ordered = [f"rank{rank}.experts.{e}.w" for rank in range(2) for e in range(3)]
-    assert torch.equal(made["model"]["experts"], torch.stack([expected[name] for name in ordered]))
+    assert identical(made["model"]["experts"], torch.stack([expected[name] for name in ordered]))
     moments = torch.stack([expected[f"{name}.exp_avg"] for name in ordered])
-    assert torch.equal(made["optimizer"]["state"]["experts"]["exp_avg"], moments)
+    assert identical(made["optimizer"]["state"]["experts"]["exp_avg"], moments)
     again = {"from": "e.{n+1}", "to": "experts", "steps": [{"stack": "n"}]}  # counted from 1 in the source
     saved(tmp_path, ["e.1", "e.2"])
     assert convert(tmp_path, "from-one.pt", again)["model"]["experts"].shape == (2, 3, 5)
@@ -137,7 +138,7 @@ def test_a_factor_says_how_many_are_stacked(tmp_path: Path) -> None:
     rule = {"from": "e.{rank*4+e}.w", "to": "rank{rank}.w", "steps": [{"stack": "e"}]}
     expected = saved(tmp_path, [f"e.{n}.w" for n in range(8)])
     made = convert(tmp_path, "made.pt", rule)["model"]
-    assert torch.equal(made["rank1.w"], torch.stack([expected[f"e.{n}.w"] for n in range(4, 8)]))
+    assert identical(made["rank1.w"], torch.stack([expected[f"e.{n}.w"] for n in range(4, 8)]))
     for lost in (7, 3):
         saved(tmp_path, [f"e.{n}.w" for n in range(8) if n != lost])
         with pytest.raises(SourceIncompleteError, match=rf"e\.{lost}\.w is missing"):

@@ -13,6 +13,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
+from tests.oracle.compare import identical
 
 State = dict[str, Any]
 MAP = """
@@ -93,7 +94,7 @@ def saved(path: Path, seed: int, **groups: Any) -> State:
 def assert_equal(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype and identical(found[name], value), name
 
 
 def moments(state: State) -> State:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import fsdpckpt
+from tests.oracle.compare import identical
 
 DIM, HEADS, GROUPS, HEAD = 8, 4, 2, 6
 LAYER = "layers.0.attention"
@@ -62,12 +63,12 @@ def test_weights_that_are_apart_and_states_that_are_one_both_arrive(tmp_path: Pa
     attention = "model.layers.0.self_attn"
     for name, change in (("q", halves), ("k", halves), ("v", torch.clone)):
         expected = change(weights[f"{LAYER}.qkv_linear.w{name}.weight"])
-        assert torch.equal(made["model"][f"{attention}.{name}_proj.weight"], expected)
+        assert identical(made["model"][f"{attention}.{name}_proj.weight"], expected)
     for moment in ("exp_avg", "exp_avg_sq"):
         one = state[f"{LAYER}.qkv_linear.wqkv.weight"][moment].view(GROUPS, -1, HEAD, DIM)
         q, k, v = (part.reshape(-1, DIM) for part in one.split([HEADS // GROUPS, 1, 1], dim=1))
         for name, expected in (("q", halves(q)), ("k", halves(k)), ("v", v)):
-            assert torch.equal(made["optimizer"]["state"][f"{attention}.{name}_proj.weight"][moment], expected)
+            assert identical(made["optimizer"]["state"][f"{attention}.{name}_proj.weight"][moment], expected)
     assert made["optimizer"]["state"].keys() == made["model"].keys()
     numbers = json.loads((tmp_path / "made" / "fsdpckpt.json").read_text())["maps"][0]["values"]
     assert numbers == {"head_dim": HEAD, "key_value_heads": GROUPS, "heads_per_group": HEADS // GROUPS}

@@ -9,11 +9,12 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["differences", "optimizer_by_id", "plain", "settings_by_parameter"]
+__all__ = ["differences", "identical", "optimizer_by_id", "plain", "require_identical", "settings_by_parameter"]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    own = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return own.reshape(-1).view(torch.uint8)
 
 
 def _tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> Iterator[str]:
@@ -89,6 +90,16 @@ def differences(found: Any, expected: Any, where: str = "") -> list[str]:
     Key order of mappings is free, the order of lists and tuples is not. ``OrderedDict`` and ``dict`` are the same.
     """
     return list(_compare(found, expected, where))
+
+
+def identical(found: Any, expected: Any) -> bool:
+    """Whether nothing differs. ``torch.equal`` calls 1.0 in float32 and in bfloat16 equal, and 0.0 and -0.0."""
+    return not differences(found, expected)
+
+
+def require_identical(found: Any, expected: Any, where: str = "") -> None:
+    """Nothing differs; else the test fails with all that does."""
+    assert differences(found, expected, where) == []
 
 
 def plain(value: Any) -> Any:

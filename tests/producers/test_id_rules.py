@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
+from tests.oracle.compare import identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -67,7 +68,7 @@ def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 
 def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(identical(found[name], expected[name]) for name in expected)
 
 
 def load(path: Path) -> Any:
@@ -164,7 +165,7 @@ def test_verls_files_are_loaded_as_verl_loads_them(
         for name, param in model.named_parameters():
             if param.requires_grad:
                 part = expected[name].chunk(2)[rank]
-                assert torch.equal(optimizer.state[param]["exp_avg"].to_local(), part), name
+                assert identical(optimizer.state[param]["exp_avg"].to_local(), part), name
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -181,7 +182,7 @@ def test_flat_parameters_are_counted_in_the_jobs_own_order(
     assert listed == list(range(len(listed)))
     order = ["gate.weight", "embed.weight", "body.1.weight", "body.1.bias", "body.0.weight", "body.0.bias"]
     held = torch.cat([states["state"][id_]["exp_avg"].flatten() for id_ in listed])
-    assert torch.equal(held, torch.cat([expected[name].flatten() for name in order]))
+    assert identical(held, torch.cat([expected[name].flatten() for name in order]))
     found = fsdpckpt.diff(source, tmp_path / "flat")
     assert [entry.key for entry in found.entries if entry.counts and entry.sigil != "="] == ["frozen.weight"]
 
@@ -269,7 +270,7 @@ def test_lightnings_ids_are_places_even_if_they_count_from_zero_without_gaps(tmp
         found = load(tmp_path / "ids.pt")["optimizer"]
         expected = optimizer.state_dict()["state"]
         assert found["param_groups"][0].get("param_names", own) == own
-        assert all(torch.equal(found["state"][number]["exp_avg"], expected[number]["exp_avg"]) for number in range(3))
+        assert all(identical(found["state"][number]["exp_avg"], expected[number]["exp_avg"]) for number in range(3))
 
 
 def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_for_it(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fsdpckpt.converters.pipeline import convert
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
+from tests.oracle.compare import identical
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def full(source: Path, target: Path, **options: Any) -> dict[str, Any]:
 
 def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        return torch.equal(found, expected) and found.dtype == expected.dtype
+        return identical(found, expected) and found.dtype == expected.dtype
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
     return type(found) is type(expected) and found == expected
@@ -121,9 +122,9 @@ def test_a_composer_run_goes_on_under_torchtitan(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(loaded := {**content, "optimizer": states}, checkpoint_id=str(tmp_path / "step-20"))
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(identical(loaded[name], tensor) for name, tensor in model.state_dict().items())
     for name, entry in by_name(model, optimizer)["state"].items():
-        assert all(torch.equal(states[f"state.{name}.{key}"], value) for key, value in entry.items())
+        assert all(identical(states[f"state.{name}.{key}"], value) for key, value in entry.items())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from fsdpckpt.readers.deepspeed.partitions import PartitionError, partitions_of_
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.deepspeed.make import Net
 from tests.makers import Change, Make, add, add_copy, copied, edit, files, lose, move, put
+from tests.oracle.compare import identical
 from tests.readers.contents import held, opened
 from tests.readers.junk import save
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
@@ -64,9 +65,9 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 def test_every_value_is_what_deepspeed_gathers(name: str, full: Callable[[str], Any]) -> None:
     state = full(name)
     for key, expected in truth(name)["params"].items():
-        assert torch.equal(state["model"][key].flatten(), expected.pop("weight")), key
+        assert identical(state["model"][key].flatten(), expected.pop("weight")), key
         for moment, value in expected.items():
-            assert torch.equal(state["optimizer"]["state"][key][moment].flatten(), value), (key, moment)
+            assert identical(state["optimizer"]["state"][key][moment].flatten(), value), (key, moment)
             assert state["optimizer"]["state"][key][moment].shape == state["model"][key].shape
 
 
@@ -77,7 +78,7 @@ def test_the_model_has_the_names_and_the_order_of_the_module(name: str, full: Ca
     assert {key: value.shape for key, value in state["model"].items()} == {
         key: value.shape for key, value in net.state_dict().items()
     }
-    assert torch.equal(state["model"]["head.weight"], state["model"]["embed.weight"])
+    assert identical(state["model"]["head.weight"], state["model"]["embed.weight"])
     trained = [key for key, param in net.named_parameters() if param.requires_grad]
     groups = [group["params"] for group in state["optimizer"]["param_groups"]]
     assert groups == [
@@ -123,7 +124,7 @@ def test_the_copies_that_the_model_computed_with_are_the_weights_cast(full: Call
         copies = {name.removeprefix("module."): module[name].torch() for name in module if name in Net().state_dict()}
     assert {copies[name].dtype for name in truth("zero1-bf16")["params"]} == {torch.bfloat16}
     for name in truth("zero1-bf16")["params"]:
-        assert torch.equal(copies[name], full("zero1-bf16")["model"][name].bfloat16()), name
+        assert identical(copies[name], full("zero1-bf16")["model"][name].bfloat16()), name
 
 
 def test_a_run_reads_the_step_that_latest_names(tmp_path: Path) -> None:
@@ -457,7 +458,7 @@ def test_without_an_optimizer_file_the_weights_are_taken_from_the_module_states(
     fsdpckpt.convert(tmp_path / "step" / MODEL, tmp_path / "weights.pt", only="model")
     module = torch.load(tmp_path / "step" / MODEL, weights_only=False)["module"]
     found = torch.load(tmp_path / "weights.pt")
-    assert found.keys() == module.keys() and all(torch.equal(found[key], module[key]) for key in module)
+    assert found.keys() == module.keys() and all(identical(found[key], module[key]) for key in module)
 
 
 def test_the_files_of_one_of_two_saves_can_be_left_out(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import fsdpckpt
 from tests.makers import Change, Make, add_copy, copied, edit, files, lose, packed, put, with_truth
+from tests.oracle.compare import identical
 from tests.readers.contents import opened
 from tests.readers.test_deepspeed import GOLDEN
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
@@ -42,12 +43,12 @@ def test_every_value_is_what_the_ranks_had_in_memory(name: str, runs: Path, tmp_
     for of_rank in torch.load(runs / f"{name}.pt"):
         for local, value in of_rank["module"].items():
             written = state["model"][in_model(local, of_rank["expert_rank"])]
-            assert torch.equal(written.to(value.dtype), value), local
+            assert identical(written.to(value.dtype), value), local
         for local, fragment in of_rank["fragments"].items():
             key, start = in_model(local, of_rank["expert_rank"]), fragment["start"]
             for moment, value in fragment["values"].items():
                 whole = state["model"][key] if moment == "fp32" else state["optimizer"]["state"][key][moment]
-                assert torch.equal(whole.flatten()[start : start + len(value)], value), (key, moment)
+                assert identical(whole.flatten()[start : start + len(value)], value), (key, moment)
                 assert whole.shape == fragment["shape"]
             elements[key] = elements.get(key, 0) + len(fragment["values"]["fp32"])
     assert elements == {key: state["model"][key].numel() for key in state["optimizer"]["state"]}
@@ -171,7 +172,7 @@ def test_the_weights_are_read_where_the_optimizer_is_refused_and_verify_names_on
     assert report.tensors == len(written)
     for file in step.glob("layer_*"):
         for name, value in torch.load(file).items():
-            assert torch.equal(written[name].to(value.dtype), value)
+            assert identical(written[name].to(value.dtype), value)
 
 
 def files_without_zero(experts: Sequence[int]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 
 import fsdpckpt
 from tests.makers import Change, Make, edit, files, lose, move, packed, swap, with_truth
+from tests.oracle.compare import identical
 from tests.readers.contents import opened, same_values
 from tests.readers.junk import save
 from tests.readers.test_deepspeed import GOLDEN
@@ -42,13 +43,13 @@ def test_every_value_is_what_deepspeeds_own_program_joins(name: str, runs: Path,
     trained = {key: of for key, of in truth["params"].items() if "exp_avg" in of}
     assert set(state["optimizer"]["state"]) == set(trained) == set(truth["params"]) - set(truth["untrained"])
     for key, expected in trained.items():
-        assert torch.equal(state["model"][key].flatten(), expected.pop("fp32").flatten()), key
+        assert identical(state["model"][key].flatten(), expected.pop("fp32").flatten()), key
         for moment, value in expected.items():
-            assert torch.equal(state["optimizer"]["state"][key][moment].flatten(), value.flatten()), (key, moment)
+            assert identical(state["optimizer"]["state"][key][moment].flatten(), value.flatten()), (key, moment)
         assert state["optimizer"]["state"][key]["exp_avg"].shape == state["model"][key].shape
         assert state["optimizer"]["state"][key]["step"] == 3
     for key, value in truth["untrained"].items():
-        assert torch.equal(state["model"][key], value.to(state["model"][key].dtype)), key
+        assert identical(state["model"][key], value.to(state["model"][key].dtype)), key
     matrices, vectors = (group["params"] for group in state["optimizer"]["param_groups"])
     assert sorted([*matrices, *vectors]) == sorted(trained)
     assert {state["model"][key].ndim > 1 for key in matrices} == {True}

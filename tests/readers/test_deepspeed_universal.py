@@ -21,6 +21,7 @@ from fsdpckpt.testing.reader_contract import WEIGHTS, MemorySources, ReaderContr
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.golden.deepspeed.make import Net
 from tests.makers import Change, Make, lose, packed, put, swap
+from tests.oracle.compare import identical
 from tests.readers.contents import opened
 from tests.readers.junk import save
 from tests.readers.test_deepspeed import GOLDEN, truth
@@ -51,9 +52,9 @@ def test_every_value_is_what_deepspeed_gathers(name: str, runs: Path, tmp_path: 
     fsdpckpt.convert(str(runs / name), str(tmp_path / "full.pt"))
     state = torch.load(tmp_path / "full.pt")
     for key, expected in truth(name)["params"].items():
-        assert torch.equal(state["model"][key].flatten(), expected.pop("weight")), key
+        assert identical(state["model"][key].flatten(), expected.pop("weight")), key
         for moment, value in expected.items():
-            assert torch.equal(state["optimizer"]["state"][key][moment].flatten(), value), (key, moment)
+            assert identical(state["optimizer"]["state"][key][moment].flatten(), value), (key, moment)
             assert state["optimizer"]["state"][key][moment].shape == state["model"][key].shape
         assert state["optimizer"]["state"][key]["step"] == 3
     assert {key: value.shape for key, value in state["model"].items()} == {
@@ -82,7 +83,7 @@ def test_dcp_loads_it_where_it_lies(runs: Path) -> None:
 
     weight = torch.zeros(13, 7)
     dcp.load({"model": {"embed.weight": weight}}, storage_reader=fsdpckpt.StorageReader(str(runs / "zero1-bf16")))
-    assert torch.equal(weight.flatten(), truth("zero1-bf16")["params"]["embed.weight"]["weight"])
+    assert identical(weight.flatten(), truth("zero1-bf16")["params"]["embed.weight"]["weight"])
 
 
 def test_it_is_read_from_any_source_of_bytes(runs: Path) -> None:
@@ -204,8 +205,8 @@ def test_files_of_two_tensors_are_each_read_where_they_lie(tmp_path: Path) -> No
     fsdpckpt.convert(tmp_path / "step", tmp_path / "full.pt")
     full = torch.load(tmp_path / "full.pt")
     for name in names:
-        assert torch.equal(full["model"][name], weights[name])
-        assert torch.equal(full["optimizer"]["state"][name]["exp_avg_sq"], moments[name])
+        assert identical(full["model"][name], weights[name])
+        assert identical(full["optimizer"]["state"][name]["exp_avg_sq"], moments[name])
 
 
 def test_what_a_user_keeps_under_names_of_sections_is_kept_and_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from tests.makers import with_truth
+from tests.oracle.compare import identical
 from tests.readers.contents import opened
 from tests.readers.test_deepspeed import GOLDEN
 
@@ -27,13 +28,13 @@ def test_every_value_is_what_the_ranks_had_in_memory(run: Path, tmp_path: Path) 
     for rank in torch.load(tmp_path / "pipeline-bf16.pt"):
         for name, value in rank["module"].items():
             if name != "tied_modules.embed.scale":  # each stage has its own, and the first saves it
-                assert torch.equal(state["model"][name].to(value.dtype), value), name
+                assert identical(state["model"][name].to(value.dtype), value), name
         for name, fragment in rank["fragments"].items():
             start = fragment["start"]
             for moment, value in fragment["values"].items():
                 whole = state["model"][name] if moment == "fp32" else state["optimizer"]["state"][name][moment]
                 assert whole.shape == fragment["shape"]
-                assert torch.equal(whole.flatten()[start : start + len(value)], value), (name, moment)
+                assert identical(whole.flatten()[start : start + len(value)], value), (name, moment)
             found.setdefault(name, set()).add((start, start + len(value)))
     for name, parts in found.items():
         covered = torch.zeros(state["model"][name].numel(), dtype=torch.bool)

@@ -11,6 +11,7 @@ from torch import nn
 
 import fsdpckpt
 from fsdpckpt.ir.tensors import Tensor
+from tests.oracle.compare import identical
 from tests.readers.contents import opened
 
 WRAPPERS = [
@@ -55,11 +56,11 @@ def test_the_masters_of_a_wrapper_are_the_trained_parameters(inner: str, masters
     report = fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
     found = loaded(tmp_path / "full.pt")
     for name, leaf in model.state_dict().items():
-        assert found["model"][name].dtype is torch.float32 and torch.equal(found["model"][name], leaf), name
+        assert found["model"][name].dtype is torch.float32 and identical(found["model"][name], leaf), name
     assert found["optimizer"]["cur_scale"] == 2.0 and masters not in found["optimizer"]
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(found["optimizer"][inner])
-    assert all(torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"]) for p in model.parameters())
+    assert all(identical(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"]) for p in model.parameters())
     assert any("not the bfloat16 copies" in note.message for note in report.notes)
     assert fsdpckpt.diff(source, tmp_path / "full.pt").same
 
@@ -73,7 +74,7 @@ def test_a_parameter_that_is_float32_itself_has_no_master(tmp_path: Path) -> Non
     source = saved(tmp_path, {"model": copies(model, kept=kept), "optimizer": wrapper})
     fsdpckpt.convert(source, tmp_path / "full.pt", to="full", key_type="name")
     found = loaded(tmp_path / "full.pt")
-    assert all(torch.equal(found["model"][name], leaf) for name, leaf in model.state_dict().items())
+    assert all(identical(found["model"][name], leaf) for name, leaf in model.state_dict().items())
     assert set(found["optimizer"]["state"]) == set(model.state_dict())
 
 
@@ -85,7 +86,7 @@ def test_a_tied_parameter_has_its_master_under_both_names(tmp_path: Path) -> Non
     wrapper = {"optimizer_state_dict": optimizer.state_dict(), "fp32_groups": weights}
     fsdpckpt.convert(saved(tmp_path, {"model": state, "optimizer": wrapper}), tmp_path / "full.pt", to="full")
     found = loaded(tmp_path / "full.pt")["model"]
-    assert torch.equal(found["head"], weights[0][0]) and torch.equal(found["0.weight"], weights[0][0])
+    assert identical(found["head"], weights[0][0]) and identical(found["0.weight"], weights[0][0])
 
 
 def test_masters_that_nothing_ties_to_a_parameter_stay_an_extra(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_masters_that_nothing_ties_to_a_parameter_stay_an_extra(tmp_path: Path) 
     fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
     found = loaded(tmp_path / "full.pt")
     assert found["model"]["0.bias"].dtype is torch.bfloat16
-    assert torch.equal(found["optimizer"]["fp32_groups"][1][0], weights[1][0])
+    assert identical(found["optimizer"]["fp32_groups"][1][0], weights[1][0])
     # What the user says ties them, too: a reader of the target would.
     (tmp_path / "names.txt").write_text("0.weight\n1.weight\n2.weight\n\n0.bias\n1.bias")
     options: dict[str, Any] = {"key_type": "name", "parameters": tmp_path / "names.txt"}
@@ -130,8 +131,8 @@ def test_masters_of_several_groups_are_tied_by_their_values(tmp_path: Path) -> N
     states = found["optimizer"]
     assert [group["params"] for group in states["param_groups"]] == groups
     for name, leaf in model.named_parameters():
-        assert torch.equal(found["model"][name], leaf), name
-        assert torch.equal(states["state"][name]["exp_avg"], optimizer.state[leaf]["exp_avg"]), name
+        assert identical(found["model"][name], leaf), name
+        assert identical(states["state"][name]["exp_avg"], optimizer.state[leaf]["exp_avg"]), name
 
 
 def test_a_master_of_another_shape_is_a_contradiction(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_deepspeed_without_zero_becomes_a_universal_checkpoint_with_float32_weig
     step = tmp_path / "u" / (tmp_path / "u" / "latest_universal").read_text()
     for name, leaf in model.named_parameters():
         found = torch.load(step / "zero" / name / "fp32.pt", weights_only=False)["param"]
-        assert found.dtype is torch.float32 and torch.equal(found, leaf.detach()), name
+        assert found.dtype is torch.float32 and identical(found, leaf.detach()), name
 
 
 def test_the_listed_buffers_are_whole_and_all_other_tensors_are_cut(tmp_path: Path) -> None:
@@ -222,8 +223,8 @@ def test_the_flat_masters_and_states_of_deepspeeds_fused_adam_become_parameters(
     assert list(optimizer["state"]) == names == optimizer["param_groups"][0]["params"]
     assert found["optimizer"].keys() == {"clip_grad", "optimizer_state_dict"}
     for name, master, exp_avg in whole:
-        assert torch.equal(found["model"][name], master), name
-        assert torch.equal(optimizer["state"][name]["exp_avg"], exp_avg), name
+        assert identical(found["model"][name], master), name
+        assert identical(optimizer["state"][name]["exp_avg"], exp_avg), name
         assert optimizer["state"][name]["step"] == 1
     assert found["model"]["mask"].dtype is torch.bfloat16
     assert fsdpckpt.diff(source, tmp_path / "full.pt").same
@@ -248,8 +249,8 @@ def test_the_flat_masters_of_several_groups_are_divided_by_their_values(
     states = found["optimizer"]["optimizer_state_dict"]
     assert [group["params"] for group in states["param_groups"]] == groups
     for name, master, exp_avg in whole:
-        assert torch.equal(found["model"][name], master), name
-        assert torch.equal(states["state"][name]["exp_avg"], exp_avg), name
+        assert identical(found["model"][name], master), name
+        assert identical(states["state"][name]["exp_avg"], exp_avg), name
     # torch's optimizers add to a step in place: in one storage it would be counted once for each parameter.
     assert len({entry["step"].data_ptr() for entry in states["state"].values()}) == len(whole)
     assert found["model"]["mask"].dtype is torch.bfloat16
@@ -295,12 +296,12 @@ def test_an_optimizer_in_another_order_than_the_model_is_tied_by_value(
     report = fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name")
     found = loaded(tmp_path / "full.pt")
     for number, name in enumerate(own):
-        assert torch.equal(found["model"][name], masters[number])
+        assert identical(found["model"][name], masters[number])
         state = found["optimizer"]["state"][name]
-        assert torch.equal(state["exp_avg"], optimizer.state_dict()["state"][number]["exp_avg"])
+        assert identical(state["exp_avg"], optimizer.state_dict()["state"][number]["exp_avg"])
     assert any("the order of the model does not fit" in note.message for note in report.notes)
     fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
-    assert all(torch.equal(loaded(tmp_path / "weights.pt")[name], masters[at]) for at, name in enumerate(own))
+    assert all(identical(loaded(tmp_path / "weights.pt")[name], masters[at]) for at, name in enumerate(own))
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -323,4 +324,4 @@ def test_masters_that_contradict_the_copies_are_a_problem_that_names_the_paramet
     with pytest.raises(fsdpckpt.SourceCorruptError, match=r"in the place of z\.weight does not round .*only='model'"):
         fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name")
     fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
-    assert all(torch.equal(loaded(tmp_path / "weights.pt")[name], leaf) for name, leaf in model.items())
+    assert all(identical(loaded(tmp_path / "weights.pt")[name], leaf) for name, leaf in model.items())

@@ -38,6 +38,7 @@ from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.megatron.net import Net
 from tests.makers import Change, Make, dcp_of, edit, files, lose, packed, put
+from tests.oracle.compare import identical
 from tests.readers.contents import opened
 from tests.refusals import Refusal, corrupt, each_of, incomplete, misused, unclear, unsupported
 
@@ -82,12 +83,12 @@ def test_every_value_is_what_the_ranks_held(name: str, golden: Path, full: Calla
     expected = truth(golden, name)["params"]
     assert set(state["model"]) == set(state["optimizer"]["state"]) == set(expected)
     for key, values in expected.items():
-        assert torch.equal(state["model"][key], values["param"]), key
-        assert torch.equal(state["model"][key].to(values["copy"].dtype), values["copy"]), key
+        assert identical(state["model"][key], values["param"]), key
+        assert identical(state["model"][key].to(values["copy"].dtype), values["copy"]), key
         states = state["optimizer"]["state"][key]
         assert set(states) == {"exp_avg", "exp_avg_sq", "step"}
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(states[moment], values[moment]), (key, moment)
+            assert identical(states[moment], values[moment]), (key, moment)
         assert states["step"].dtype is torch.float32
         assert states["step"].item() == 3
 
@@ -98,7 +99,7 @@ def test_experts_are_where_megatron_counts_them(golden: Path, full: Callable[[st
         for name, copy in held["params"].items():
             _, layer, rest = name.partition("decoder.layers.")
             if not layer:
-                assert torch.equal(state["model"][name].bfloat16(), copy)
+                assert identical(state["model"][name].bfloat16(), copy)
                 continue
             number, _, rest = rest.partition(".")
             _, expert, local = rest.partition("mlp.experts.local_experts.")
@@ -106,7 +107,7 @@ def test_experts_are_where_megatron_counts_them(golden: Path, full: Callable[[st
                 continue
             local, _, weight = local.partition(".")
             stacked = state["model"][f"decoder.layers.mlp.experts.experts.{weight}"]
-            assert torch.equal(stacked[int(number), 2 * rank + int(local)].bfloat16(), copy), name
+            assert identical(stacked[int(number), 2 * rank + int(local)].bfloat16(), copy), name
     groups = state["optimizer"]["param_groups"]
     assert [(group["is_expert_parallel"], group["wd_mult"]) for group in groups] == [(False, 1), (False, 0), (True, 1)]
     assert all(".experts.experts." in name for name in groups[2]["params"])
@@ -174,7 +175,7 @@ def test_links_are_items_of_their_own_shape(
     found = tree_map(lambda one: torch.zeros_like(one) if torch.is_tensor(one) else one, expected)
     load(found, storage_reader=FileSystemReader(str(tmp_path / "dcp")), no_dist=True)
     for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
-        assert torch.equal(one, other) if torch.is_tensor(other) else one == other
+        assert identical(one, other) if torch.is_tensor(other) else one == other
 
 
 @pytest.mark.parametrize(("direct", "ranks", "rank"), [(False, 3, 1), (True, 5, 2)])
@@ -202,7 +203,7 @@ def test_fsdp2_loads_it_on_another_number_of_ranks(
         for key in ("param", "exp_avg", "exp_avg_sq"):
             rows = values[key].chunk(ranks)
             own = rows[rank] if rank < len(rows) else values[key][:0]
-            assert torch.equal(held[key].to_local(), own), (name, key)
+            assert identical(held[key].to_local(), own), (name, key)
         assert held["step"].item() == 3
     assert [group["weight_decay"] for group in optim["param_groups"]] == [0.5, 0.0]
 
@@ -240,7 +241,7 @@ def test_weights_in_one_command(golden: Path, full: Callable[[str], Any], tmp_pa
 
     weights = load_file(target)
     for key, values in truth(golden, "flattened-range")["params"].items():
-        assert torch.equal(weights[key], values["copy"])
+        assert identical(weights[key], values["copy"])
 
 
 class TestGroups:
@@ -265,7 +266,7 @@ def test_buffers_of_many_parameters_are_no_problem_of_the_weights(golden: Path, 
     fsdpckpt.convert(str(golden / "buffers"), str(tmp_path / "model.pt"), only="model")
     model = torch.load(tmp_path / "model.pt")
     for key, values in truth(golden, "buffers")["params"].items():
-        assert torch.equal(model[key], values["copy"]), key
+        assert identical(model[key], values["copy"]), key
 
 
 class TestMegatronFsdp:
@@ -276,10 +277,10 @@ class TestMegatronFsdp:
         state, expected = torch.load(tmp_path / "full.pt"), truth(golden, "fsdp-dtensor")
         assert set(state["model"]) == set(state["optimizer"]["state"]) == set(expected["params"])
         for name, values in expected["params"].items():
-            assert torch.equal(state["model"][name], values.pop("param")), name
+            assert identical(state["model"][name], values.pop("param")), name
             assert set(values) == set(state["optimizer"]["state"][name]) == {"step", "exp_avg", "exp_avg_sq"}
             for key, value in values.items():
-                assert torch.equal(state["optimizer"]["state"][name][key], value), (name, key)
+                assert identical(state["optimizer"]["state"][name][key], value), (name, key)
         settings = {
             name: {key: value for key, value in group.items() if key != "params"}
             for group in state["optimizer"]["param_groups"]
@@ -375,9 +376,9 @@ def test_halves_of_single_shards_are_one_tensor(tmp_path: Path) -> None:
     torch.save({"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}}, tmp_path / "d" / "common.pt")
     fsdpckpt.convert(str(tmp_path / "d"), str(tmp_path / "full.pt"))
     state = torch.load(tmp_path / "full.pt")
-    assert torch.equal(state["model"][name], torch.cat([parts[f"{name}_w"], parts[f"{name}_v"]]))
+    assert identical(state["model"][name], torch.cat([parts[f"{name}_w"], parts[f"{name}_v"]]))
     states = state["optimizer"]["state"][name]
-    assert torch.equal(states["exp_avg"], torch.cat([parts[f"{STATE}{name}_w"], parts[f"{STATE}{name}_v"]]))
+    assert identical(states["exp_avg"], torch.cat([parts[f"{STATE}{name}_w"], parts[f"{STATE}{name}_v"]]))
     assert states["step"].item() == 7
     assert state["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [name]}]
 

@@ -11,6 +11,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceUnsupportedError
+from tests.oracle.compare import identical
 
 SHAPES = {
     "embedding.word_embeddings.weight": (13, 6),
@@ -70,10 +71,8 @@ def test_weights_and_states_of_one_rank_have_their_names(tmp_path: Path) -> None
     fsdpckpt.convert(source, tmp_path / "full.pt", to="full", key_type="name")
     found = torch.load(tmp_path / "full.pt")
     for name, value in saved.masters.items():
-        assert torch.equal(found["model"][name], value)
-        assert all(
-            torch.equal(found["optimizer"]["state"][name][key], each) for key, each in saved.states[name].items()
-        )
+        assert identical(found["model"][name], value)
+        assert all(identical(found["optimizer"]["state"][name][key], each) for key, each in saved.states[name].items())
     assert [group["params"] for group in found["optimizer"]["param_groups"]] == [DECAYED, OTHERS]
 
 
@@ -87,7 +86,7 @@ def test_an_optimizer_whose_states_are_buffers_is_no_optimizer_without_states(tm
         fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
     fsdpckpt.convert(source, tmp_path / "model.pt", to="full", only="model")
     found = torch.load(tmp_path / "model.pt")
-    assert all(torch.equal(found[name], value.bfloat16()) for name, value in saved.masters.items())
+    assert all(identical(found[name], value.bfloat16()) for name, value in saved.masters.items())
 
 
 @pytest.mark.parametrize("size", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])

@@ -30,6 +30,7 @@ from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.storage.sources import Sources
 from tests.makers import GOLDEN, Change, Make, add_copy, copied, edit, lose, put, swap
+from tests.oracle.compare import identical
 from tests.readers.contents import held, opened
 from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsafe, unsupported
@@ -370,7 +371,7 @@ def test_what_a_rank_lacks_is_absent_there_and_not_none(tmp_path: Path) -> None:
         expected = states[rank % 3]
         assert set(found) == set(expected)
         for key, value in expected.items():
-            assert torch.equal(found[key], value) if key == "noise" else found[key] == value
+            assert identical(found[key], value) if key == "noise" else found[key] == value
 
 
 @pytest.mark.parametrize(

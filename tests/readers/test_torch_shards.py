@@ -15,6 +15,7 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.files import paths_in
 from tests.makers import Change, Make, cut, files, lose, put
+from tests.oracle.compare import identical
 from tests.readers.contents import held, opened, same_values
 from tests.refusals import Refusal, corrupt, each_of, incomplete, several
 
@@ -44,7 +45,7 @@ def test_shards_with_their_index_are_one_model(tmp_path: Path) -> None:
     account = opened(source).ledger.account
     assert [account.of(name).detail for name in (*names, INDEX)] == [*["model"] * 5, "metadata"]  # type: ignore[union-attr]
     fsdpckpt.convert(source, tmp_path / "full.pt", verify="full")
-    assert torch.equal(torch.load(tmp_path / "full.pt")["model"]["layers.8.weight"], MODEL["layers.8.weight"])
+    assert identical(torch.load(tmp_path / "full.pt")["model"]["layers.8.weight"], MODEL["layers.8.weight"])
     fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface")
     assert fsdpckpt.diff(source, tmp_path / "out").same and (tmp_path / "out" / "config.json").exists()
 
@@ -99,7 +100,7 @@ def test_shards_do_not_keep_the_order_of_the_model(indexed: bool, tmp_path: Path
     fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name", parameters=tmp_path / "names.txt")
     found = torch.load(tmp_path / "full.pt")["optimizer"]["state"]
     for at, name in enumerate(weights):
-        assert torch.equal(found[name]["exp_avg"], of_shape["state"][at]["exp_avg"])  # type: ignore[index]
+        assert identical(found[name]["exp_avg"], of_shape["state"][at]["exp_avg"])  # type: ignore[index]
 
 
 def of_hugging_face(*changes: Change, given: str = "") -> Make:

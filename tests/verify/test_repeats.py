@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
+from tests.oracle.compare import identical
 from tests.readers.played_ranks import as_rank, save_as_ranks
 
 Model = dict[str, torch.Tensor]
@@ -53,8 +54,8 @@ def test_shards_of_an_older_save_that_say_the_same_are_left_out(tmp_path: Path, 
     converted = torch.load(tmp_path / "full.pt")["model"]
     with fsdpckpt.open(source) as opened:
         for name, value in values.items():
-            assert torch.equal(converted[name], value)
-            assert torch.equal(opened[name].torch(), value)
+            assert identical(converted[name], value)
+            assert identical(opened[name].torch(), value)
     assert fsdpckpt.diff(source, tmp_path / "full.pt").same
     for rank in range(6):
         with as_rank(rank, 6):
@@ -63,7 +64,7 @@ def test_shards_of_an_older_save_that_say_the_same_are_left_out(tmp_path: Path, 
             }
             state = {name: torch.zeros_like(value) for name, value in expected.items()}
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(source, model=""), no_dist=True)
-            assert all(torch.equal(state[name].to_local(), expected[name].to_local()) for name in values)
+            assert all(identical(state[name].to_local(), expected[name].to_local()) for name in values)
 
 
 def test_shards_of_an_older_save_that_say_something_else_are_refused(tmp_path: Path) -> None:

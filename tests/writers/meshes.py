@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdpckpt.ir import placements as ir
 from fsdpckpt.ir.placements import MeshShape, Sharding
+from tests.oracle.compare import identical
 from tests.writers.source import same
 
 __all__ = [
@@ -179,7 +180,7 @@ def assert_equal(found: Any, expected: Any, where: str, *, first_mesh: bool = Tr
         for mine, real in ((ours, theirs), (ours._get_root_mesh(), theirs._get_root_mesh())):
             assert mine._dim_group_names == real._dim_group_names, where
             assert mine.get_coordinate() == real.get_coordinate(), where
-            assert torch.equal(mine.mesh, real.mesh) and mine.get_rank() == real.get_rank(), where
+            assert identical(mine.mesh, real.mesh) and mine.get_rank() == real.get_rank(), where
             assert vars(mine).keys() == vars(real).keys()
     elif isinstance(expected, torch.Tensor):
         assert type(found) is torch.Tensor and same(found, expected), where

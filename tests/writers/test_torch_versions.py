@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdpckpt
 from fsdpckpt.errors import UsageError
 from fsdpckpt.writers.dtensor_pickle import target_version
+from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank
 from tests.writers.source import same
 
@@ -77,7 +78,7 @@ def assert_equal_meshes(found: Any, expected: Any) -> None:
         if name.startswith("_pg_"):
             continue  # process groups, found anew
         if isinstance(theirs[name], torch.Tensor):
-            assert torch.equal(ours[name], theirs[name]), name
+            assert identical(ours[name], theirs[name]), name
         elif name in ("_root_mesh", "_parent_mesh") and theirs[name] is not None:
             assert_equal_meshes(ours[name], theirs[name])
         else:

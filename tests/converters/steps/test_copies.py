@@ -25,6 +25,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from tests.comm.forked_workers import forked_workers
 from tests.e2e.distributed.disks import bind, can_bind, own_namespace
+from tests.oracle.compare import identical
 
 needs_mounts = pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
 FULL = ConvertOptions(container=Container.TORCH, max_memory=1 << 20, threads=2)
@@ -94,7 +95,7 @@ def test_of_files_that_differ_where_no_sample_shows_it_the_first_worker_s_is_wri
     machines = disks(tmp_path, {name: tmp_path / f"{name}.safetensors" for name in ("first", "second")})
     source = tmp_path / "seen" / "source.safetensors"
     notes = [note for note in run(tmp_path, machines, source, tmp_path / "out.pt") if note["kind"] == "copies"]
-    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], model()["w"])
+    assert identical(torch.load(tmp_path / "out.pt")["model"]["w"], model()["w"])
     assert [note["keys"] for note in notes] == [[str(source)]]
     assert "the copy of worker 0 was used for all. The copy of worker 1 has the same length" in notes[0]["message"]
 
@@ -136,7 +137,7 @@ def test_where_the_first_worker_has_none_the_next_one_s_is_written(tmp_path: Pat
     notes = run(tmp_path, disks(tmp_path, files), tmp_path / "seen" / "source.safetensors", tmp_path / "out.pt")
     (note,) = [note for note in notes if note["kind"] == "copies"]
     assert "the copy of worker 1 was used for all. The copy of worker 2 has the same length" in note["message"]
-    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], model()["w"])
+    assert identical(torch.load(tmp_path / "out.pt")["model"]["w"], model()["w"])
 
 
 def test_one_file_proves_itself_under_every_path_and_a_copy_never_does(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdpckpt.errors import SourceUnsupportedError
 from tests.e2e.flavors.conftest import written
+from tests.oracle.compare import identical
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install -e .[dev]"
@@ -65,7 +66,7 @@ def test_the_export_has_what_transformers_writes_and_loads(trained: tuple[nn.Mod
     (metadata, ours), (_, expected) = contents(target), contents(theirs)
     assert len(metadata) > 2 and all(one == {"format": "pt"} for one in metadata)
     assert ours.keys() == expected.keys() and "lm_head.weight" not in ours
-    assert all(torch.equal(ours[key], expected[key]) for key in ours)
+    assert all(identical(ours[key], expected[key]) for key in ours)
     index = json.loads((target / "model.safetensors.index.json").read_text())
     reference = json.loads((theirs / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == reference["metadata"]["total_size"]
@@ -76,7 +77,7 @@ def test_the_export_has_what_transformers_writes_and_loads(trained: tuple[nn.Mod
     loaded = LlamaForCausalLM.from_pretrained(target)
     tokens = torch.arange(9).reshape(1, 9)
     model.eval()
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert identical(loaded(tokens).logits, model(tokens).logits)
 
 
 def test_a_reference_makes_a_bare_checkpoint_one_that_transformers_loads(
@@ -95,7 +96,7 @@ def test_a_reference_makes_a_bare_checkpoint_one_that_transformers_loads(
     written(bare, tmp_path / "out", flavor="huggingface", reference=str(base))
     loaded, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9).reshape(1, 9)
     model.eval()
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert identical(loaded(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize(
@@ -154,5 +155,5 @@ def test_tied_copies_that_differ_both_stay(trained: tuple[nn.Module, Path], tmp_
     model.config.save_pretrained(path)  # type: ignore[operator,union-attr]
     (path / "trainer_state.json").write_text("{}")
     report = written(path, tmp_path / "out", flavor="huggingface")
-    assert torch.equal(contents(tmp_path / "out")[1]["lm_head.weight"], own["lm_head.weight"])
+    assert identical(contents(tmp_path / "out")[1]["lm_head.weight"], own["lm_head.weight"])
     assert any("differ" in note.message for note in report.notes if note.kind == "tied")

@@ -14,6 +14,7 @@ from fsdpckpt.api import inspect
 from fsdpckpt.ir.checkpoint import Layout
 from tests.e2e.flavors.conftest import Job, Library, resumption, written
 from tests.e2e.flavors.truth import of_reference
+from tests.oracle.compare import identical
 
 SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
 
@@ -100,10 +101,10 @@ def test_one_file_of_torchtitans_checkpoint_is_what_pytorch_reads_of_it(torchtit
     ]
     assert found["dataloader"] == content.pop("dataloader")
     assert found["model"].keys() == content.keys()
-    assert all(torch.equal(found["model"][key], content[key]) for key in content)
+    assert all(identical(found["model"][key], content[key]) for key in content)
     for name, state in found["optimizer"]["state"].items():
         for key, value in state.items():
-            assert torch.equal(value, at(optimizer, f"state.{name}.{key}"))
+            assert identical(value, at(optimizer, f"state.{name}.{key}"))
     for group in found["optimizer"]["param_groups"]:
         for name in group["params"]:
             assert group["lr"] == at(optimizer, f"param_groups.{name}.lr")

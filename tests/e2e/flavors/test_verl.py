@@ -16,6 +16,7 @@ from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Layout
 from tests.e2e.flavors.conftest import Job, Library, resumption, written
 from tests.e2e.flavors.truth import differences, of_reference
+from tests.oracle.compare import identical
 
 UNITS: dict[str, object] = {"unit": ("model.layers.*",)}
 SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
@@ -145,7 +146,7 @@ def test_verls_merger_makes_the_same_of_our_files_as_we_of_verls(
     written(source, tmp_path / "hf", flavor="huggingface", dtype="bfloat16")
     ours, theirs = (load_file(directory / "model.safetensors") for directory in (tmp_path / "hf", merged(loaded, name)))
     assert ours.keys() == theirs.keys() and len(ours) == 21
-    assert all(ours[key].dtype == torch.bfloat16 and torch.equal(ours[key], theirs[key]) for key in ours)
+    assert all(ours[key].dtype == torch.bfloat16 and identical(ours[key], theirs[key]) for key in ours)
 
 
 def merged(loaded: tuple[Path, dict[str, list[list[str]]]], name: str) -> Path:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.oracle.compare import identical
+
 __all__ = ["differences", "of_reference"]
 
 
@@ -44,5 +46,5 @@ def leaves(content: dict[str, Any]) -> dict[str, Any]:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return one.dtype == other.dtype and identical(one, other)
     return type(one) is type(other) and one == other

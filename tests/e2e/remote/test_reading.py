@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import fsdpckpt
 from fsdpckpt.errors import (
@@ -26,6 +25,7 @@ from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run, run
 from tests.e2e.remote.conftest import FORMS
 from tests.e2e.remote.servers import Proxy
+from tests.oracle.compare import identical
 
 __all__ = ["run"]
 
@@ -49,7 +49,7 @@ def assert_the_same(url: str, path: Path, twin: Path) -> None:
     digests = [fsdpckpt.verify(each, digests=True).digests for each in (url, path)]
     assert digests[0] == digests[1]
     with fsdpckpt.open(url) as remote_open, fsdpckpt.open(path) as local_open:
-        assert torch.equal(remote_open["0.weight"].torch(), local_open["0.weight"].torch())
+        assert identical(remote_open["0.weight"].torch(), local_open["0.weight"].torch())
 
 
 @pytest.mark.parametrize("form", FORMS)

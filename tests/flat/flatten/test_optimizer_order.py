@@ -20,6 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -84,7 +85,7 @@ class Job:
                     held = named(self.wrapped({**self.weights, **whole}, orig=orig))
                     for name, param in named(model).items():
                         if param.numel() and param.requires_grad:
-                            assert torch.equal(optimizer.state[param][state], held[name].detach()), (rank, name, state)
+                            assert identical(optimizer.state[param][state], held[name].detach()), (rank, name, state)
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:

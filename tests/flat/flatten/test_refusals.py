@@ -13,6 +13,7 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.placements import Flattened
 from fsdpckpt.ir.units import Strategy
 from tests.flat.flat_source import ORDER, Model, loaded, param, units, written
+from tests.oracle.compare import identical
 
 
 def refused(tmp_path, error, model, of, *named, ckpt=None, key_type="id", world_size=3):
@@ -45,7 +46,7 @@ def test_factored_states_are_carried_where_nothing_is_sharded(tmp_path):
     model = Model(seed=8)
     model.states["a.weight"]["row_var"] = torch.randn(5)
     written(tmp_path, model, units(orig=True, strategy=Strategy.NO_SHARD), 2)
-    assert torch.equal(loaded(tmp_path, "optim", 1, 2)["state"][1]["row_var"], model.states["a.weight"]["row_var"])
+    assert identical(loaded(tmp_path, "optim", 1, 2)["state"][1]["row_var"], model.states["a.weight"]["row_var"])
 
 
 def test_slices_of_a_factored_state_are_no_state_to_carry(tmp_path):
@@ -99,7 +100,7 @@ def test_an_unmanaged_parameter_that_the_checkpoint_lacks_keeps_its_id_and_has_n
     target = written(tmp_path, model, of, 1, ckpt=replace(model.checkpoint(), model=None))
     optim = loaded(tmp_path, "optim", 0, 1)
     assert optim["param_groups"][0]["params"] == [0, 2, 3, 4, 5] and sorted(optim["state"]) == [0, 2, 3, 4, 5]
-    assert torch.equal(optim["state"][2]["exp_avg"], model.states["top"]["exp_avg"])
+    assert identical(optim["state"][2]["exp_avg"], model.states["top"]["exp_avg"])
     assert [(note.kind, note.keys) for note in target.notes] == [("missing-state", ("gone",))]
 
 

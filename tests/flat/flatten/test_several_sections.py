@@ -24,6 +24,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, Usage
 from fsdpckpt.options.commands import UnitsOptions
 from fsdpckpt.queries.units import find_units
 from tests.flat.test_several_optimizers import ODD, Block, Named, Net, Optimizers, apart, by_module, matrices_and_rest
+from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -193,7 +194,7 @@ def full_models(job: Job, path: Path) -> str:
 def assert_same(found: Values, expected: Values) -> None:
     assert set(found) == set(expected)
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert identical(found[key], value), key
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -270,7 +271,7 @@ def test_a_glob_for_buffers_is_for_the_models_that_have_them(to: Any, tmp_path: 
     assert fsdpckpt.diff(tmp_path / "plain.pt", tmp_path / "out").same
     held = written(tmp_path / "out", 1, 2, ("critic",))["table"]
     assert type(held) is torch.Tensor
-    assert torch.equal(held, content["critic"]["table"])
+    assert identical(held, content["critic"]["table"])
     with pytest.raises(UsageError, match="matches no"):
         fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "no", buffers=["table", "tabel"], **options)
 
@@ -321,7 +322,7 @@ def key_type_of(label: str) -> Any:
 def equal(found: Any, expected: Any) -> bool:
     if isinstance(expected, dict):
         return set(found) == set(expected) and all(equal(found[key], value) for key, value in expected.items())
-    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
+    return identical(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
 
 
 def test_an_average_of_weights_stays_whole(full: Full, tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def test_states_are_made_in_every_section(full: Full, tmp_path: Path) -> None:
     fsdpckpt.convert(tmp_path / "holes.pt", tmp_path / "filled.pt", to="full", **options)
     filled = torch.load(tmp_path / "filled.pt")
     for optimizer in (filled["critic_optimizer"], filled["optimizers"]["adam"]):
-        assert torch.equal(optimizer["state"]["head.weight"]["exp_avg"], torch.zeros(2, 3))
+        assert identical(optimizer["state"]["head.weight"]["exp_avg"], torch.zeros(2, 3))
     fsdpckpt.convert(tmp_path / "holes.pt", tmp_path / "flat", unit=["blocks.*"], **options, **FLAT)
     assert fsdpckpt.diff(tmp_path / "filled.pt", tmp_path / "flat").same
 

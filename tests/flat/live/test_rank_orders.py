@@ -25,7 +25,7 @@ from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit
 from tests.flat.live.conftest import World
-from tests.oracle.compare import differences
+from tests.oracle.compare import differences, identical
 from tests.readers.contents import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -150,11 +150,11 @@ def test_every_command_takes_the_order_from_a_units_file_elsewhere(world: World,
     assert means[0] == pytest.approx(means[1]) and len(means[0]) == 18
     with fsdpckpt.open(tmp_path / "other", units=units) as found:
         key = next(key for key in found if key.endswith("blocks.1.weight.exp_avg"))
-        assert torch.equal(found[key].torch(), expected["blocks.1.weight"]["exp_avg"])
+        assert identical(found[key].torch(), expected["blocks.1.weight"]["exp_avg"])
     wanted = {"optimizer": {"state": {"blocks.1.weight": {"exp_avg": torch.zeros(6, 2)}}}}
     dcp.load(wanted, storage_reader=fsdpckpt.StorageReader(tmp_path / "other", units=units), no_dist=True)
     filled = wanted["optimizer"]["state"]["blocks.1.weight"]["exp_avg"]
-    assert torch.equal(filled, expected["blocks.1.weight"]["exp_avg"])
+    assert identical(filled, expected["blocks.1.weight"]["exp_avg"])
 
 
 def test_param_names_say_the_order_of_each_rank_and_not_that_of_the_ranks_that_will_load(

@@ -13,6 +13,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError
+from tests.oracle.compare import identical
 
 SHAPES = {"a.weight": (6, 4), "b.weight": (6, 4), "b.bias": (6,), "head.weight": (5, 6)}
 Units = dict[str, Any]
@@ -75,9 +76,9 @@ def test_units_that_cannot_be_read_are_a_problem_and_are_not_inferred(
         states = found["optimizer"]["state"]
         assert states.keys() == SHAPES.keys()
         assert all(
-            torch.equal(states[name]["exp_avg"], expected["optimizer"]["state"][name]["exp_avg"]) for name in SHAPES
+            identical(states[name]["exp_avg"], expected["optimizer"]["state"][name]["exp_avg"]) for name in SHAPES
         )
-        assert all(torch.equal(found["model"][name], expected["model"][name]) for name in SHAPES)
+        assert all(identical(found["model"][name], expected["model"][name]) for name in SHAPES)
 
 
 def test_what_needs_no_units_is_converted_beside_a_damaged_file(saved: Path, tmp_path: Path) -> None:
