@@ -200,4 +200,4 @@ def test_the_names_may_come_from_a_pipe(taken: str, tmp_path: Path) -> None:
         os.close(reading)
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
     if taken == "all":
-        assert all(torch.equal(value, truth[key]) for key, value in states(tmp_path / "out.pt", truth).items())
+        assert all(identical(value, truth[key]) for key, value in states(tmp_path / "out.pt", truth).items())

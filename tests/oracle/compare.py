@@ -20,8 +20,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> Iterator[str]:
     if a.dtype != b.dtype or a.shape != b.shape:
         yield f"{where}: {a.dtype} {tuple(a.shape)} is not {b.dtype} {tuple(b.shape)}"
-    elif not torch.equal(_bits(a), _bits(b)):
-        unequal = int((_bits(a) != _bits(b)).sum())
+    elif unequal := int((_bits(a) != _bits(b)).sum()):
         yield f"{where}: {unequal} of {a.numel() * a.itemsize} bytes differ"
 
 
@@ -31,7 +30,7 @@ def _dtensors(a: DTensor, b: DTensor, where: str) -> Iterator[str]:
             yield f"{where}: {what} {getattr(a, what)} is not {getattr(b, what)}"
     if a.stride() != b.stride():
         yield f"{where}: stride {a.stride()} is not {b.stride()}"
-    if not torch.equal(a.device_mesh.mesh, b.device_mesh.mesh):
+    if a.device_mesh.mesh.tolist() != b.device_mesh.mesh.tolist():
         yield f"{where}: mesh {a.device_mesh} is not {b.device_mesh}"
     yield from _tensors(a._local_tensor, b._local_tensor, f"{where} (local)")
 

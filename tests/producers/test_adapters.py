@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import fsdpckpt
 from fsdpckpt.ir.adapters import is_adapter
+from tests.oracle.compare import identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # that the number of ranks changes the batch
 
@@ -102,7 +103,7 @@ def emptied(value: Any) -> Any:
 
 def assert_same(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
+        assert identical(found, expected)
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
