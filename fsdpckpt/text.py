@@ -114,6 +114,11 @@ def plural(count: int, word: str, verb: str = "") -> str:
     return f"{count_text(count)} {words} {verb}".rstrip()
 
 
+def is_or_are(count: int) -> str:
+    """The verb after ``count`` things that a text names apart from their number: ``2 of 3 files are``."""
+    return "is" if count == 1 else "are"
+
+
 def shape_text(shape: Iterable[int]) -> str:
     """``(3, 4)`` -> ``[3, 4]``, as PyTorch shows shapes."""
     return "[" + ", ".join(map(str, shape)) + "]"

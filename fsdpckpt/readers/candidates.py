@@ -95,7 +95,11 @@ def _refuse_named_parts(source: str, places: Sequence[str]) -> None:
     """Raises SourceUnsupportedError if the names of files say that they are parts of one model, or of one of its
     weights.
     """
-    counted = {place: found for place in places if (found := counted_in_name(relative_path(place, source) or place))}
+    counted = {}
+    for place in places:
+        found = counted_in_name(relative_path(place, source) or place)
+        if found:
+            counted[place] = found
     several = {place for place, (_, total) in counted.items() if total > 1}
     if not several and len(counted) < 2:
         return

@@ -29,7 +29,7 @@ from fsdpckpt.notebook import table
 from fsdpckpt.progress import NO_PROGRESS, Progress
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural, size_text, some_of, step_text
+from fsdpckpt.text import is_or_are, plural, size_text, some_of, step_text
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
@@ -367,7 +367,7 @@ def _add_damage(error: SourceError, source: str, sources: Sources, *, single: bo
         error.details, error.files = zip(*all_findings, strict=True)
     if others:
         count = plural(len(others), "other file")
-        error.what = f"{error.what}; {count} {'is' if len(others) == 1 else 'are'} damaged"
+        error.what = f"{error.what}; {count} {is_or_are(len(others))} damaged"
 
 
 def check_steps(

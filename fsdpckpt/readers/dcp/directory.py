@@ -15,7 +15,7 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Note
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import bytes_text, plural
+from fsdpckpt.text import bytes_text, is_or_are, plural
 
 if TYPE_CHECKING:
     from fsdpckpt.formats.dcp import DcpMetadata
@@ -89,7 +89,8 @@ def _ends(metadata: DcpMetadata) -> dict[str, int]:
     ends = np.zeros(len(metadata.files), np.uint64)  # large enough for two counts below 2^63
     chunks = (tensor.chunks for tensor in metadata.tensors.values())
     while batch := list(islice(chunks, _BATCH)):
-        file, item = (np.concatenate([getattr(rows, name) for rows in batch]) for name in ("file", "item"))
+        file = np.concatenate([rows.file for rows in batch])
+        item = np.concatenate([rows.item for rows in batch])
         np.maximum.at(ends, file, item.astype(np.uint64).sum(axis=1))
     needed = dict(zip(metadata.files, ends.tolist(), strict=True))
     for stored in metadata.items.values():
@@ -156,9 +157,9 @@ def _lengths(path: str, needed: dict[str, int], entries: dict[str, Entry], sourc
         if length < needed[name]
     }
     if missing:
+        truncated = f", {len(short)} {is_or_are(len(short))} truncated" if short else ""
         raise SourceIncompleteError(
-            f"{path}: {len(missing)} of {len(needed)} data files {'is' if len(missing) == 1 else 'are'} missing"
-            + (f", {len(short)} {'is' if len(short) == 1 else 'are'} truncated" if short else ""),
+            f"{path}: {len(missing)} of {len(needed)} data files {is_or_are(len(missing))} missing{truncated}",
             details=[*sorted(missing), *short.values()],
             files=[above + name for name in (*sorted(missing), *short)],
             why="the copy did not finish, or ranks on other machines wrote to their own disks",

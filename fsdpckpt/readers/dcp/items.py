@@ -127,7 +127,10 @@ class _Contents:
         self._first = np.cumsum([0, *map(len, chunks)])
         self.file = np.concatenate([rows.file for rows in chunks])
         self.item = np.concatenate([rows.item for rows in chunks if rows.item is not None])
-        elements = {boxes: boxes.size.prod(axis=1) for boxes in dict.fromkeys(each.chunks.boxes for each in declared)}
+        elements: dict[Boxes, Int64Array] = {}  # of each chunk; tensors that are cut alike share their boxes
+        for boxes in (tensor.chunks.boxes for tensor in declared):
+            if boxes not in elements:
+                elements[boxes] = boxes.size.prod(axis=1)
         of_data = np.concatenate([elements[each.chunks.boxes] * each.dtype.itemsize for each in declared])
         self.overhead = self.item[:, 1] - of_data  # bytes: an archive is always longer than its data
         self.is_blob = self.overhead == 0
@@ -177,9 +180,10 @@ class _Contents:
         """The rows whose item does not have the dtype or the number of dimensions that the metadata declares."""
         kinds = self.structures.kinds
         names = {dtype.name: number for number, (dtype, *_) in enumerate(kinds)}
-        declared = np.array([(names.get(t.dtype.name, -1), len(t.shape)) for t in self.declared], np.int64)
         stored = np.array([(names[dtype.name], len(shape)) for dtype, shape, _ in kinds], np.int64).reshape(-1, 2)
-        return np.flatnonzero((stored[self.kind] != np.repeat(declared, np.diff(self._first), axis=0)).any(axis=1))
+        declared = np.array([(names.get(t.dtype.name, -1), len(t.shape)) for t in self.declared], np.int64)
+        declared_of_rows = np.repeat(declared, np.diff(self._first), axis=0)
+        return np.flatnonzero((stored[self.kind] != declared_of_rows).any(axis=1))
 
     def located(self) -> tuple[dict[str, ChunkedTensor], frozenset[str]]:
         """Every tensor by its key, with the offsets, sizes and strides found in its items; and the keys of those that

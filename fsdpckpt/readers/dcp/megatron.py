@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -287,11 +287,17 @@ def _merge_groups(groups: list[_Dict], names: list[str]) -> list[Value]:
     """``groups`` without the step count. Groups with equal settings become one with all parameters; groups whose
     settings differ stay without parameters.
     """
-    settings = [{key: value for key, value in group.items() if key != "step"} for group in groups]
-    compared = [{key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in settings]
+    settings, compared = [], []
+    for group in groups:
+        settings.append(_without(group, ("step",)))
+        compared.append(_without(group, ("step", *_NOT_SETTINGS)))
     if settings and all(setting == compared[0] for setting in compared):
         return [{**settings[0], "params": list(names)}]
     return list(settings)
+
+
+def _without(group: _Dict, keys: Collection[str]) -> _Dict:
+    return {key: value for key, value in group.items() if key not in keys}
 
 
 def _scaler(optimizers: Sequence[Mapping[Key, Value]]) -> _Dict:
@@ -333,7 +339,8 @@ def _optimizer(optimizer: Mapping[Key, Value], files: FileTable, path: str) -> _
     state, settings = optimizer.get("state"), optimizer.get(_SETTINGS)
     if not isinstance(state, dict) or not isinstance(settings, dict):
         return dict(optimizer)
-    joined = _join_states({_unwrapped(name): entry for name, entry in state.items() if isinstance(entry, dict)}, path)
+    states = {_unwrapped(name): entry for name, entry in state.items() if isinstance(entry, dict)}
+    joined = _join_states(states, path)
     by_name: dict[str, _Dict] = {}
     for name, saved in settings.items():
         setting = dict(saved) if isinstance(saved, dict) else {}

@@ -37,7 +37,9 @@ def shared_bytes(metadata: DcpMetadata) -> Iterator[Problem]:
     if _are_apart(places):
         return
     tensors = places.key < len(metadata.tensors)
-    first, last = (np.full(int(places.file.max()) + 1, value, np.int64) for value in (np.iinfo(np.int64).max, -1))
+    # Files in which all tensors begin at one place are left out.
+    count = int(places.file.max()) + 1
+    first, last = np.full(count, np.iinfo(np.int64).max, np.int64), np.full(count, -1, np.int64)
     np.minimum.at(first, places.file[tensors], places.begin[tensors])
     np.maximum.at(last, places.file[tensors], places.begin[tensors])
     alone = np.bincount(places.file[tensors], minlength=len(first)) < 2

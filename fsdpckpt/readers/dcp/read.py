@@ -54,7 +54,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     )
     if directory.metadata.paths is None:  # only the planner data keep the order
         tree.keys_in_order = False
-    directory.numbers = {name: files.add(directory.file(name), directory.nbytes[name]) for name in directory.nbytes}
+    directory.numbers = {name: files.add(directory.file(name), nbytes) for name, nbytes in directory.nbytes.items()}
     metadata, blocks = read_blockwise(directory, sources, tree)
     ordinary = replace(directory, metadata=metadata)
     chosen = None if locate.all else locate_some(_only_items(ordinary, locate.items), sources, tree)
@@ -77,7 +77,8 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     tree.problems.extend(_misnamed_problems(directory.metadata.order, directory.metadata.paths))
     tree.problems.extend(shared_bytes(directory.metadata))
     leaves = {**values, **tensors, **blocks}
-    nested = _nest(((key, leaves[key]) for key in metadata.order), metadata.paths, file=path, notes=tree.notes)
+    in_order = ((key, leaves[key]) for key in metadata.order)
+    nested = _nest(in_order, metadata.paths, file=path, notes=tree.notes)
     tree.root = restored(nested, files.lost)
     return tree
 
@@ -101,7 +102,8 @@ def _only_items(directory: DcpDirectory, items: Items) -> DcpDirectory:
     """The same directory with only the settings of param groups and the tensors that have one of ``items``."""
     numbers = directory.by_file(directory.numbers)
     all_tensors = directory.metadata.tensors
-    chosen = have_items([(numbers[each.chunks.file], each.chunks.item) for each in all_tensors.values()], items)
+    stored = [(numbers[tensor.chunks.file], tensor.chunks.item) for tensor in all_tensors.values()]
+    chosen = have_items(stored, items)
     tensors = {
         key: tensor
         for (key, tensor), has_one in zip(all_tensors.items(), chosen, strict=True)
@@ -150,10 +152,13 @@ def _in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> Ch
     row = np.repeat(np.arange(len(boxes)), list(map(len, boxes)))
     start = np.array([box.offsets for each in boxes for box in each], np.int64).reshape(len(row), len(shape))
     size = np.array([box.sizes for each in boxes for box in each], np.int64).reshape(len(row), len(shape))
-    before = np.array([at for each in boxes for at in list(accumulate((box.numel for box in each), initial=0))[:-1]])
+    before: list[int] = []  # of each box, the elements of its range in the boxes before it
+    for of_range in boxes:
+        before += accumulate((box.numel for box in of_range[:-1]), initial=0) if of_range else ()
     step = chunks.stride[row, -1]
     offset = chunks.offset[row]
-    offset = np.where(offset < 0, offset, offset + before.astype(np.int64) * step * tensor.dtype.itemsize)
+    in_range = np.array(before, np.int64) * step * tensor.dtype.itemsize
+    offset = np.where(offset < 0, offset, offset + in_range)
     start += chunks.start[row, :-1] * np.array(local, np.int64)
     strides = contiguous_strides(size) * step[:, None]
     # An item holds a range, in another shape than its boxes: no target may refer to it as the item of a box.
@@ -309,16 +314,16 @@ def _find_flattened(directory: DcpDirectory, tensors: dict[str, Tensor], tree: P
 def _states_by_id(metadata: DcpMetadata) -> list[str]:
     """The keys of states in optimizers that are keyed by id. One with a name among its keys is keyed by name: a
     parameter may be called "0"."""
-    found: dict[str, list[str]] = {}
+    by_start: dict[str, list[str]] = {}
     for key in metadata.tensors:
         if matched := _STATE_BY_ID.fullmatch(key):
-            found.setdefault(matched[1], []).append(key)
-    return [
-        key
-        for start, keys in found.items()
-        if all(other[len(start) :][:1].isdigit() for other in metadata.tensors if other.startswith(start))
-        for key in keys
-    ]
+            by_start.setdefault(matched[1], []).append(key)
+    found: list[str] = []
+    for start, keys in by_start.items():
+        after = (key[len(start) :] for key in metadata.tensors if key.startswith(start))
+        if all(rest[:1].isdigit() for rest in after):
+            found += keys
+    return found
 
 
 def _beside_flat(metadata: DcpMetadata, flat: list[str]) -> list[str]:
@@ -363,7 +368,8 @@ def _first_lost(metadata: DcpMetadata, by_id: list[str], world_size: int) -> str
         return None  # DCP cut them: they are not a raw optimizer's, and a vector among them is a state in its own shape
     if not any(len(tensor.chunks) > 1 for tensor in others.values()):
         return None
-    cut, uncut = ({t.shape for t in others.values() if (len(t.chunks) > 1) is several} for several in (True, False))
+    cut = {tensor.shape for tensor in others.values() if len(tensor.chunks) > 1}
+    uncut = {tensor.shape for tensor in others.values() if len(tensor.chunks) <= 1}
     if any(len(tensor.shape) > 1 and tensor.shape in cut - uncut for tensor in states.values()):
         return None  # it is whole, where FSDP1 would have had slices of it
     whole = cut | uncut

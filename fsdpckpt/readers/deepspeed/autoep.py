@@ -57,10 +57,10 @@ class AutoEpLayer:
         if not local:
             raise MapError("it has no dimension of experts")
         rest = local[1:]
-        by_rank = {
-            rank: ModelShard((len(experts), *rest), tuple(_row(at, expert, rest) for at, expert in enumerate(experts)))
-            for rank, experts in enumerate(self.experts)
-        }
+        by_rank: dict[int, ModelShard] = {}
+        for rank, experts in enumerate(self.experts):
+            pieces = tuple(_row(at, expert, rest) for at, expert in enumerate(experts))
+            by_rank[rank] = ModelShard((len(experts), *rest), pieces)
         shards = Shards((self.count, *rest), by_rank)
         if name in self.maps:
             _require_same_rows(shards_of_map(self.maps[name], len(self.experts)), shards)
@@ -99,10 +99,11 @@ class AutoExperts:
     def shards_among(self, directory: str, module: StepFile, groups: Sequence[FlatGroup]) -> dict[str, Shards]:
         """``shards`` of the weights of experts in ``groups`` of any parameters."""
         prefixes = {layer.prefix for layer in self.layers}
-        experts = [
-            {name: shape for name, shape in group.items() if (match := _WEIGHT.match(name)) and match[1] in prefixes}
-            for group in groups
-        ]
+        experts: list[FlatGroup] = []
+        for group in groups:
+            matches = {name: _WEIGHT.match(name) for name in group}
+            own = [name for name, match in matches.items() if match is not None and match[1] in prefixes]
+            experts.append({name: group[name] for name in own})
         return self.shards(directory, module, experts)
 
     def named(self, group: FlatGroup, expert_rank: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -135,11 +135,11 @@ def _module_of(layers: Collection[_LayerFile]) -> StateDict:
     return module
 
 
-def _prefix(number: int, keys: Collection[str], known: Collection[str], path: str) -> str:
+def _prefix(number: int, keys: Collection[str], known: Set[str], path: str) -> str:
     """What the module calls the layer ``number``, which has the entries ``keys``."""
     tied = {name.split(".")[1] for name in known if name.startswith(f"{_TIED}.")}
     prefixes = [str(number), *(f"{_TIED}.{key}" for key in sorted(tied))]
-    fitting = [prefix for prefix in prefixes if any(f"{prefix}.{key}" in known for key in keys)]
+    fitting = [prefix for prefix in prefixes if not known.isdisjoint(f"{prefix}.{key}" for key in keys)]
     if len(fitting) != 1 and keys:
         raise SourceUnsupportedError(
             f"{file_name(path)}: cannot tell what the module calls this pipeline layer",

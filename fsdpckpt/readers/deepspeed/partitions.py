@@ -127,14 +127,15 @@ def partitions_of_params(shapes: Iterable[FlatGroup], lengths: Sequence[Sequence
             break
     if remaining:
         raise PartitionError(f"{remaining[0]} does not fit into the flat tensors, which have {ends} elements")
-    used = [sum(parts[name] for name, _ in group) for group in placed or [[]]]
+    used = [sum(parts[name] for name, _ in flat) for flat in placed or [[]]]
     if used != ends:
         raise PartitionError(f"the parameters take {used} elements of the flat tensors, which have {ends}")
-    slices = [
-        [[_slice_of_rank(name, numels[name], ranks, rank, at) for name, at in group] for group in placed]
-        for rank in range(ranks)
-    ]
-    return FlatGroups([[name for name, _ in group] for group in placed], slices)
+    result = FlatGroups([], [[] for _ in range(ranks)])
+    for flat in placed:
+        result.params.append([name for name, _ in flat])
+        for rank, slices in enumerate(result.slices):
+            slices.append([_slice_of_rank(name, numels[name], ranks, rank, at) for name, at in flat])
+    return result
 
 
 def _slice_of_rank(name: str, numel: int, ranks: int, rank: int, at: int) -> Slice:

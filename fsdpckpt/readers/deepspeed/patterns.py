@@ -75,7 +75,7 @@ class Patterns:
         if any(len(of_part) != len(local) for of_part in widths):
             raise MapError(f"its widths are not those of {len(local)} ranks")
         others = {(*shape[:dim], *shape[dim + 1 :]) for shape in local}
-        sums = [sum(of_part[rank] for of_part in widths) for rank in range(len(local))]
+        sums = list(map(sum, zip(*widths, strict=True)))
         if len(others) > 1 or sums != [shape[dim] for shape in local]:
             raise MapError("the shapes of its shards are not those of parts of one tensor")
         shards = shards_of_parts(local, dim, widths)

@@ -39,6 +39,10 @@ class RankStates:
     groups: list[StateDict]
     paddings: list[int]
 
+    def lengths(self, numbers: Sequence[int]) -> list[int]:
+        """The elements of the flat tensors with these ``numbers``, padding included."""
+        return [self.weights[number].shape[0] + self.paddings[number] for number in numbers]
+
 
 def rank_states(file: StepFile) -> RankStates:
     """The content of ``file``. Raises SourceCorruptError."""
@@ -101,7 +105,9 @@ def require_record(ranks: Sequence[RankStates], flat: FlatGroups, numbers: Seque
         record = _record(rank)
         if record is None:
             continue
-        computed = [{part.name: (part.count, part.at) for part in group} for group in slices]
+        computed: list[dict[str, tuple[int, int]]] = []
+        for of_tensor in slices:
+            computed.append({part.name: (part.count, part.at) for part in of_tensor})
         if len(record) != len(rank.weights) or [record[number] for number in numbers] != computed:
             what = "its parameters are not where the shapes and the number of ranks put them"
             raise contradiction(rank.file.path, what)
@@ -139,18 +145,19 @@ def require_in_files(step: str, optim: Sequence[StepFile], sources: Sources) -> 
 
 
 def _record(rank: RankStates) -> list[dict[str, tuple[int, int]]] | None:
+    """Of each flat tensor the parameters that ``rank`` has a part of: how many elements, and where they begin. None
+    without a record.
+    """
     groups = rank.file.states.get("param_slice_mappings")
     if groups is None:
         return None
     if not isinstance(groups, (list, tuple)):
         raise contradiction(rank.file.path, "its param_slice_mappings are not a list")
-    return [
-        {
-            str(name): _fragment(address, rank.file.path)
-            for name, address in as_mapping(group, rank.file.path, "param_slice_mappings").items()
-        }
-        for group in groups
-    ]
+    record: list[dict[str, tuple[int, int]]] = []
+    for group in groups:
+        addresses = as_mapping(group, rank.file.path, "param_slice_mappings")
+        record.append({str(name): _fragment(address, rank.file.path) for name, address in addresses.items()})
+    return record
 
 
 def _fragment(address: object, path: str) -> tuple[int, int]:

@@ -334,7 +334,7 @@ class _Step:
         numbers = range(count) if numbers is None else numbers
         if any(len(rank.weights) != count for rank in ranks) or any(number >= count for number in numbers):
             raise contradiction(ranks[0].file.path, f"it has {plural(count, 'flat tensor')}, and other ranks others")
-        lengths = [[rank.weights[number].shape[0] + rank.paddings[number] for number in numbers] for rank in ranks]
+        lengths = [rank.lengths(numbers) for rank in ranks]
         try:
             if self.module.partitioned:
                 return partitions_of_params(shapes, lengths)
@@ -366,10 +366,11 @@ class _Step:
         slices = {part.name: part for group in column.flat.slices[rank.file.data_rank] for part in group}
         model: StateDict = {}
         states: StateDict = {}
-        for name, number in ((name, number) for number, group in enumerate(column.flat.params) for name in group):
-            model[name], entry = self._parameter(rank, number, name, slices.get(name), partitions)
-            if entry:
-                states[name] = entry
+        for number, names in enumerate(column.flat.params):
+            for name in names:
+                model[name], entry = self._parameter(rank, number, name, slices.get(name), partitions)
+                if entry:
+                    states[name] = entry
         groups_by_name(rank.groups, column.flat.params, rank.file.path)  # each lists its flat tensors
         groups = [{**group, "params": list(names)} for group, names in zip(rank.groups, members, strict=True)]
         left_out = DESCRIBED_STATES | {MAP_INFO} if self.module.shards else DESCRIBED_STATES

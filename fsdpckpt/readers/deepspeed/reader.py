@@ -14,7 +14,7 @@ and for each whole state in the place of the parts. ``latest_universal`` names i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from fsdpckpt.errors import SourceIncompleteError
@@ -135,7 +135,7 @@ def _layers_in(files: Mapping[str, Entry]) -> dict[int, str]:
 
 
 def _claim_zero(path: str, files: Mapping[str, Entry]) -> Claim:
-    names = {name for name in files if any(pattern.match(name) for pattern in (_OPTIM, _MODEL, _EXPERT, _LAYER))}
+    names = _matching(files, (_OPTIM, _MODEL, _EXPERT, _LAYER))
     _refuse_others(path, names)
     optimizers, models = sorted(filter(_OPTIM.match, names)), sorted(filter(_MODEL.match, names))
     require_one_save(path, {name: _PRECISIONS[name.partition("zero_pp_rank_")[0]] for name in optimizers})
@@ -163,8 +163,7 @@ def _experts_in(files: Mapping[str, Entry]) -> list[ExpertFile]:
 
 def _claim_experts(path: str, files: Mapping[str, Entry]) -> Claim:
     """Claim a step with experts that was saved without ZeRO."""
-    patterns = (_MODEL, _EXPERT, _EXPERT_STATES, _LAYER)
-    names = {name for name in files if any(pattern.match(name) for pattern in patterns)}
+    names = _matching(files, (_MODEL, _EXPERT, _EXPERT_STATES, _LAYER))
     _refuse_others(path, names)
     experts, module = _experts_in(files), files["mp_rank_00_model_states.pt"].path
 
@@ -175,6 +174,10 @@ def _claim_experts(path: str, files: Mapping[str, Entry]) -> Claim:
 
     left_out = sorted(filter(_EXPERT_STATES.match, names))
     return Claim([Part(path, "deepspeed", read)], names, left_out)
+
+
+def _matching(files: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> set[str]:
+    return {name for pattern in patterns for name in files if pattern.match(name)}
 
 
 def _by_ranks(pattern: re.Pattern[str], files: Mapping[str, Entry]) -> dict[int, dict[int, str]]:

@@ -11,7 +11,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError, to_copy
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.protocol import file_name
-from fsdpckpt.text import numbers_text, plural
+from fsdpckpt.text import is_or_are, numbers_text, plural
 
 ZERO = "zero"  # the directory of a universal checkpoint's weights and states, and the file beside them:
 OPTIMIZER_STATE = "optimizer_state.pt"
@@ -76,29 +76,28 @@ def required_grid(
     has module states. ``world_size``, ``model_ranks``: the smallest numbers that the files themselves allow.
     ``whole_module``: whether the file of module states has the whole weights, as the model computed with them.
     """
-    optim = {rank: {data: file_name(name) for data, name in names.items()} for rank, names in optim.items()}
-    model = {rank: {data: file_name(name) for data, name in names.items()} for rank, names in model.items()}
     used = [*optim.values(), *(model.values() if per_rank else ())]
     ranks = max([world_size - 1, *(rank for names in used for rank in names)]) + 1
     count = max([model_ranks - 1, *optim, *model]) + 1
-    optim_name = next((name for names in optim.values() for name in names.values()), "")
-    model_name = _MODEL_OF_RANK if per_rank else _MODEL
+    optim_name = next((file_name(path) for paths in optim.values() for path in paths.values()), "")
     missing: list[str] = []
     for model_rank in range(count):
         files, modules = optim.get(model_rank, {}), model.get(model_rank, {})
         if optim_name:
             missing += [_numbered(optim_name, rank, model_rank) for rank in range(ranks) if rank not in files]
-        of_model = range(ranks) if per_rank else range(0 if modules else 1)
-        missing += [_numbered(model_name, rank, model_rank) for rank in of_model if rank not in modules]
+        if per_rank:
+            absent = [rank for rank in range(ranks) if rank not in modules]
+            missing += [_numbered(_MODEL_OF_RANK, rank, model_rank) for rank in absent]
+        elif not modules:
+            missing.append(_numbered(_MODEL, 0, model_rank))
     if missing:
         raise ranks_missing(
-            f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing",
+            f"{path}: {plural(len(missing), 'file')} of the DeepSpeed checkpoint {is_or_are(len(missing))} missing",
             missing,
             most_shown=MAX_NAMES,
             files=[f"{path.rstrip('/')}/{name}" for name in missing],
             file=f"{path.rstrip('/')}/{missing[0]}",
-            alternative=_module_alone(f"{path.rstrip('/')}/{model[0][0]}") if whole_module else None,
+            alternative=_module_alone(f"{path.rstrip('/')}/{file_name(model[0][0])}") if whole_module else None,
         )
     return ranks, count
 

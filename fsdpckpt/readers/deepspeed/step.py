@@ -202,10 +202,11 @@ def groups_by_name(groups: Sequence[StateDict], members: Sequence[Iterable[str]]
     if all_numbers != list(range(len(members))):
         count = plural(len(members), "flat tensor")
         raise contradiction(path, f"its param groups list {some_of(all_numbers, _MAX_NAMES)} for {count}")
-    return [
-        {**group, "params": [name for number in of_group for name in members[number]]}
-        for group, of_group in zip(groups, numbers, strict=True)
-    ]
+    named: list[StateDict] = []
+    for group, of_group in zip(groups, numbers, strict=True):
+        names = chain.from_iterable(members[number] for number in of_group)
+        named.append({**group, "params": list(names)})
+    return named
 
 
 def section_of(tree: PartContents, section: str) -> dict[Key, Value]:
@@ -285,7 +286,10 @@ class ModuleStates:
         file = self.first if file is None else file
         groups = file.root.get("param_shapes")
         if groups is None and file.model_rank in self.recorded:
-            return [{name: self._shape_of(name, file) for name in names} for names in self.recorded[file.model_rank]]
+            recorded: list[FlatGroup] = []
+            for names in self.recorded[file.model_rank]:
+                recorded.append({name: self._shape_of(name, file) for name in names})
+            return recorded
         if not isinstance(groups, (list, tuple)) or not groups:
             raise contradiction(file.path, "it does not say the shapes of the parameters (param_shapes)")
         shapes = [_shapes_in(group, file.path) for group in groups]
@@ -335,13 +339,14 @@ class ModuleStates:
 
     def _of_experts(self, wanted: Callable[[Key], bool]) -> PartContents:
         """The wanted weights of AutoEP's experts, of which each file has a part."""
-        files = [file for file, _ in self.experts]
-        parts: list[StateDict] = [
-            {name: value for name, value in entries.items() if wanted(name)} for _, entries in self.experts
-        ]
-        if not any(parts):
+        files: list[StepFile] = []
+        models: list[StateDict] = []
+        for file, entries in self.experts:
+            files.append(file)
+            models.append({name: value for name, value in entries.items() if wanted(name)})
+        if not any(models):
             return merge_files(self.files[:1], [{"model": {}}])
-        return merge_files(files, [{"model": own} for own in parts])
+        return merge_files(files, [{"model": model} for model in models])
 
     def copies(self, trained: Collection[str]) -> dict[str, Tensor]:
         """The module's own weights of the ``trained`` parameters. Under ZeRO 3 it has none."""

@@ -50,7 +50,7 @@ from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
 from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage import ByteSource, Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural, some_of
+from fsdpckpt.text import is_or_are, plural, some_of
 
 
 class ArchiveCache:
@@ -134,7 +134,9 @@ def read_universal(
 
 def _with_shards(module: ModuleStates, directory: str) -> ModuleStates:
     """``module`` with how frozen parameters are cut, which tensor-parallel ranks have in their module states alone."""
-    trained = {name for file in module.of_model_ranks for group in module.groups(file) for name in group}
+    trained: set[str] = set()
+    for file in module.of_model_ranks:
+        trained.update(*module.groups(file))
     known = {*trained, *module.buffers(), *module.aliases()}
     listed = [file for file in module.of_model_ranks if "buffer_names" in file.root]
     if records_shards(module) or any(name not in known for file in listed for name in file.module):
@@ -244,22 +246,24 @@ class _Universal:
             }
         missing: list[str] = []
         for group in groups:  # a parameter that never had a gradient has only its weight
-            union = {_WEIGHT}.union(*(files[name] for name in group))
+            of_group = {_WEIGHT}.union(*(files[name] for name in group))
             for name in group:
-                lacks = union - files[name].keys() if files[name].keys() - {_WEIGHT} else {_WEIGHT} - files[name].keys()
-                missing += [f"{self.zero}/{name}/{state}{_SUFFIX}" for state in sorted(lacks)]
+                present = files[name].keys()
+                expected = of_group if present - {_WEIGHT} else {_WEIGHT}
+                missing += [f"{self.zero}/{name}/{state}{_SUFFIX}" for state in sorted(expected - present)]
         if missing:
             raise self._incomplete(missing)
         self.sources.prefetch_ends([entry.path for states in files.values() for entry in states.values()])
-        return {
-            name: {state: self._leaf(file.path, name, state, shapes[name], states) for state, file in states.items()}
-            for name, states in files.items()
-        }
+        stored: dict[str, dict[str, Value]] = {}
+        for name, states in files.items():
+            shape = shapes[name]
+            stored[name] = {state: self._leaf(file.path, name, state, shape, states) for state, file in states.items()}
+        return stored
 
     def _incomplete(self, missing: list[str]) -> SourceIncompleteError:
         return SourceIncompleteError(
             f"{self.directory}: {plural(len(missing), 'file')} of the universal checkpoint "
-            f"{'is' if len(missing) == 1 else 'are'} missing",
+            f"{is_or_are(len(missing))} missing",
             details=missing,
             most_shown=_MAX_NAMES,
             files=missing,

@@ -135,11 +135,10 @@ def in_order(chunks: Mapping[RankPlace, Sequence[StateDict]], names: NamesInMode
     found: dict[str, None] = {}
     for chunk in sorted(names.offsets):
         at_stage = [place for place in sorted(chunks) if place.stage == chunk[1]]
-        listed = {
-            place: [names.of(str(key), chunk, place) for key in chunks[place][chunk[0]]]
-            for place in at_stage
-            if chunk[0] < len(chunks[place])
-        }
+        listed: dict[RankPlace, list[str]] = {}
+        for place in at_stage:
+            if chunk[0] < len(chunks[place]):
+                listed[place] = [names.of(str(key), chunk, place) for key in chunks[place][chunk[0]]]
         experts: dict[str, list[str]] = {}
         for name in (name for own in listed.values() for name in own):
             match = _EXPERT.match(name)

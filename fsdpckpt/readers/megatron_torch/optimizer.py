@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import cast
 
 from fsdpckpt.formats.torch import local_tensor
@@ -124,7 +124,7 @@ def names_of_groups(
         if found is None:
             return None
         left = iter(found)
-        names += [[next(left) for _ in range(count)] for count in counts]
+        names += [list(islice(left, count)) for count in counts]
     listed = list(chain.from_iterable(names))
     return names if listed and len(set(listed)) == len(listed) else None
 

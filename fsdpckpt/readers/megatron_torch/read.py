@@ -37,7 +37,7 @@ from fsdpckpt.readers.torch_ranks.merge import merge_distributed
 from fsdpckpt.readers.torch_ranks.rank_files import RankFile
 from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural, shape_text, some_of
+from fsdpckpt.text import is_or_are, plural, shape_text, some_of
 
 _ARGUMENTS = "args"
 _CHUNK = re.compile(r"^model(\d{1,3})$")
@@ -286,7 +286,7 @@ class _Iteration:
                 unknown.append(f"{name}: {error}")
         if unknown:
             what = f"{self.directory}: cannot tell how {plural(len(unknown), 'parameter')} of {len(held)} "
-            raise self._refused(f"{what}{grid.kind}s {'is' if len(unknown) == 1 else 'are'} split", unknown)
+            raise self._refused(f"{what}{grid.kind}s {is_or_are(len(unknown))} split", unknown)
         return shards
 
     def _shards_of(self, name: str, grid: Grid, holders: Sequence[Held], held: Sequence[Held]) -> Shards:
@@ -295,8 +295,11 @@ class _Iteration:
         shapes = {own.weights[name].shape for own in holders}
         if len(shapes) > 1:
             raise LayoutError(f"its shards have the shapes {', '.join(map(shape_text, sorted(shapes)))}")
-        stages, experts = ({getattr(own.place, axis) for own in holders} for axis in ("stage", "expert"))
-        peers = [own for own in held if own.place.stage in stages and (not of_expert or own.place.expert in experts)]
+        stages, experts = {own.place.stage for own in holders}, {own.place.expert for own in holders}
+        # Who is on the same stages has it too; an expert only who has the same experts.
+        peers = [own for own in held if own.place.stage in stages]
+        if of_expert:
+            peers = [own for own in peers if own.place.expert in experts]
         absent = next((own for own in peers if name not in own.weights), None)
         if absent is not None:
             raise LayoutError(f"{absent.file.archive.path} has no such entry")

@@ -19,7 +19,7 @@ from fsdpckpt.readers.nanotron.files import ModelRank, StateFile, WeightFile
 from fsdpckpt.readers.protocol import Claim, FileTable, Part, PartContents, ReadOptions
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural
+from fsdpckpt.text import is_or_are, plural
 
 _METADATA = "checkpoint_metadata.json"
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -160,7 +160,7 @@ def _require_counted(path: str, ranks: Sequence[tuple[int | None, int | None]]) 
 
 def _require_none_missing(directory: str, missing: list[str]) -> None:
     if missing:
-        verb = "is" if len(missing) == 1 else "are"
+        verb = is_or_are(len(missing))
         least = "at least " if len(missing) == _MOST_MISSING else ""
         raise SourceIncompleteError(
             f"{directory}: {least}{plural(len(missing), 'file')} {verb} missing, by the numbers in the other names",

@@ -25,7 +25,7 @@ from fsdpckpt.readers.torch_checkpointing.metadata import (
 )
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import plural
+from fsdpckpt.text import is_or_are, plural
 
 _MOST_MISSING = 10_000  # files that are named
 _DEFAULT = re.compile(r"^(?P<item>.+)_(?P<rank>0|[1-9]\d{0,6})\.pt$")
@@ -69,8 +69,7 @@ class TorchCheckpointingReader:
         lacking = [name for item, names in incomplete.items() if item not in unwanted for name in names]
         if lacking:
             raise SourceIncompleteError(
-                f"{path}: {plural(len(lacking), 'file')} that {METADATA} names {'is' if len(lacking) == 1 else 'are'} "
-                "missing",
+                f"{path}: {plural(len(lacking), 'file')} that {METADATA} names {is_or_are(len(lacking))} missing",
                 details=lacking,
                 files=[f"{directory}/{name}" for name in lacking],
                 file=f"{directory}/{lacking[0]}",

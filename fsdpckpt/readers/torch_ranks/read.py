@@ -32,7 +32,7 @@ from fsdpckpt.readers.torch_ranks.merge import RankMerge
 from fsdpckpt.readers.torch_ranks.rank_files import grouped, open_ranks
 from fsdpckpt.readers.torch_ranks.rank_names import check_names
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.text import listed, plural, some_of
+from fsdpckpt.text import is_or_are, listed, plural, some_of
 from fsdpckpt.transform.meshes import with_fsdp_dimensions
 
 _Optimizer: TypeAlias = dict[Key, Any]
@@ -113,8 +113,7 @@ def _check_ranks(paths: Mapping[int, str], ranks: Sequence[int], archives: Seque
     if missing:
         place = paths[ranks[0]] if len(paths) == 1 else os.path.dirname(paths[ranks[0]]) or "."
         raise SourceIncompleteError(
-            f"{place}: {len(missing)} of {len(world)} ranks {'is' if len(missing) == 1 else 'are'} missing: "
-            f"{listed(missing)}",
+            f"{place}: {len(missing)} of {len(world)} ranks {is_or_are(len(missing))} missing: {listed(missing)}",
             file=place,
             rank=missing[0],
             expected=f"the files of {plural(len(world), 'rank')}",
