@@ -256,8 +256,10 @@ def _match(
     written = _reopen(path, opener, units, lost, locate=Locate.ALL if compares else Locate.NOTHING)
     wrong = [problem.message for problem in written.problems if problem.fatal or not problem.loads]
     written = _by_name(written, transformed, path)
-    every = [each for each in (units, *(named.units for named in expected.named)) if each is not None]
-    empty = frozenset(name for each in every for name, param in each.params().items() if not param.numel)
+    empty: set[str] = set()  # parameters without elements, which no flat parameter shows
+    for each in (units, *(named.units for named in expected.named)):
+        if each is not None:
+            empty.update(name for name, param in each.params().items() if not param.numel)
     unmatched: dict[tuple[Section, str], list[NamedTensor]] = {}  # several where 0 and "0" are both keys, in order
     for named in _comparable(written, empty):
         unmatched.setdefault((named.section, named.key), []).append(named)

@@ -92,11 +92,10 @@ def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Secti
     both_dcp = checkpoint.container is Container.DCP and spec.container is Container.DCP
     extras = [extras_of_rank(checkpoint, rank) for rank in range(max(1, len(checkpoint.rank_extra)))]
     taken = {key for extra in extras for key in extra}
-    in_source = {
-        section: tuple(key for key in path if isinstance(key, (str, int)))
-        for section, path in checkpoint.origin.nesting.items()
-        if checkpoint.has(section)
-    }
+    in_source: dict[Section, tuple[str | int, ...]] = {}
+    for section, nesting in checkpoint.origin.nesting.items():
+        if checkpoint.has(section):
+            in_source[section] = tuple(key for key in nesting if isinstance(key, (str, int)))
     moved: dict[Section, SectionPath] = {}
     for section, path in PLAIN_PATHS.items():
         place = in_source.get(section)

@@ -399,5 +399,6 @@ class _Conversion:
 
 def _unverified_of(plan: Plan, received: Collection[str]) -> dict[int, Int64Array]:
     """``unverified_spans`` of target files that are complete; ``received``: those with bytes from other workers."""
-    rows = [(number, 0, file.nbytes) for number, file in enumerate(plan.files) if file.path in received and file.nbytes]
+    numbered = [(number, file) for number, file in enumerate(plan.files) if file.path in received]
+    rows = [(number, 0, file.nbytes) for number, file in numbered if file.nbytes]
     return unverified_spans(plan, np.asarray(rows, np.int64).reshape(-1, 3))

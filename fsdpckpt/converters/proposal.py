@@ -52,8 +52,8 @@ def with_proposal(
         if set(found.missing) <= set(left):  # the same again: only another save of the job helps
             return replace(found, still_missing=found.missing)
         return replace(found, command=command, still_missing=tuple(left))
-    reasons = () if refused is None else (refused.what, *([refused.next_step] if refused.next_step else []))
-    return replace(found, still_missing=reasons)
+    reasons: list[str | None] = [] if refused is None else [refused.what, refused.next_step]
+    return replace(found, still_missing=tuple(filter(None, reasons)))
 
 
 def _lacking(prepared: Prepared, flavor: Flavor) -> list[Message]:

@@ -153,9 +153,8 @@ def find_visible(paths: Sequence[str], identities: Sequence[Sequence[bytes]]) ->
             why="each machine has a file of this name on its own disk, and they are not the same",
             next_step="remove the ones that do not belong to this checkpoint, or copy the right ones over them",
         )
-    return (
-        np.asarray([[bool(identity) for identity in column] for column in identities], bool).reshape(-1, len(paths)).T
-    )
+    seen_by_worker = [list(map(bool, column)) for column in identities]
+    return np.asarray(seen_by_worker, bool).reshape(-1, len(paths)).T
 
 
 def _workers(workers: Sequence[int]) -> str:

@@ -147,20 +147,23 @@ def _headers(group: Group, source: ByteSource, ranges: Sequence[tuple[int, int]]
         with suppress(FsdpckptError):
             for offset, nbytes in ranges:
                 recorded.read(offset, nbytes)
-            if ranges:
-                return list(recorded.ranges), list(recorded.ranges.values())
-            head = recorded.read(0, min(HEAD, source.nbytes))
-            if head.startswith(b"PK\3\4"):
-                records = read_directory(recorded)
-                for record in records.values():
-                    most = MAX_MESH if record.name.startswith("data/") else MAX_SMALL_RECORD
-                    if record.nbytes <= most or record.name == "data.pkl":
-                        recorded.read(record.offset, record.nbytes)
-            elif looks_like_safetensors(head, source.nbytes):
-                read_header(recorded)
+            if not ranges:
+                _read_headers(recorded)
     except _TooMuchError:
         return None
     return list(recorded.ranges), list(recorded.ranges.values())
+
+
+def _read_headers(source: _Recorded) -> None:
+    """Read what the file's format has beside tensors, as its reader will."""
+    head = source.read(0, min(HEAD, source.nbytes))
+    if head.startswith(b"PK\3\4"):
+        for record in read_directory(source).values():
+            most = MAX_MESH if record.name.startswith("data/") else MAX_SMALL_RECORD
+            if record.nbytes <= most or record.name == "data.pkl":
+                source.read(record.offset, record.nbytes)
+    elif looks_like_safetensors(head, source.nbytes):
+        read_header(source)
 
 
 class UnionSources(Sources):
@@ -264,7 +267,10 @@ class UnionSources(Sources):
         by_rank: dict[int, list[str]] = {}
         for path in new:
             by_rank.setdefault(self._holders[path], []).append(path)
-        heads = self.ask({rank: [ServerRequest("head", path) for path in held] for rank, held in by_rank.items()})
+        requests: dict[int, list[ServerRequest]] = {}
+        for rank, held in by_rank.items():
+            requests[rank] = [ServerRequest("head", path) for path in held]
+        heads = self.ask(requests)
         for rank, held in by_rank.items():
             self.heads.update(zip(held, cast("list[bytes]", heads[rank]), strict=True))
         self._announced.update(dict.fromkeys(new, _none))
@@ -288,7 +294,9 @@ class UnionSources(Sources):
             if len(held) < AT_ONCE:
                 held.append(other)
         budget = self._budget // len(by_rank)
-        requests = {rank: [self._headers_request(each, budget) for each in held] for rank, held in by_rank.items()}
+        requests: dict[int, list[ServerRequest]] = {}
+        for rank, held in by_rank.items():
+            requests[rank] = [self._headers_request(each, budget) for each in held]
         requests[self._holders[path]][0] = self._headers_request(path, 1 << 62)  # this one is needed now
         for rank, answers in self.ask(requests).items():
             for each, answer in zip(by_rank[rank], cast("list[_Headers | None]", answers), strict=True):

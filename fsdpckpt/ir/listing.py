@@ -6,13 +6,22 @@ disagree in names, shapes and order, so each is a ``Listing`` until they are com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from itertools import islice
+from typing import Self, TypeVar
 
 from fsdpckpt.ir.names import DISTRIBUTED, clean
 from fsdpckpt.ir.parameters import Named, Parameter
+
+_Item = TypeVar("_Item")
+
+
+def divided(items: Iterable[_Item], sizes: Iterable[int]) -> list[list[_Item]]:
+    """``items`` in lists of these ``sizes``, one after the other."""
+    left = iter(items)
+    return [list(islice(left, size)) for size in sizes]
 
 
 @dataclass(frozen=True)  # without slots: its views are made once

@@ -171,6 +171,10 @@ class Optimizer:
         """The keys of each group's members, in its order; none for a group without a list."""
         return [[self.keys[member] for member in group.members or ()] for group in self.groups or ()]
 
+    def names_in_groups(self) -> list[list[str]]:
+        """``in_groups`` of an optimizer that is keyed by name; ids as text."""
+        return [list(map(str, keys)) for keys in self.in_groups()]
+
     def group_of(self) -> dict[ParamKey, int]:
         """The number of the group that lists each key."""
         return {key: number for number, keys in enumerate(self.in_groups()) for key in keys}

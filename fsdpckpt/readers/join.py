@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -238,6 +238,10 @@ def _suffixes(name: str) -> list[str]:
     return [".".join(words[at:]) for at in range(len(words))]
 
 
+def _is_in_one_of(holders: Collection[frozenset[int]], ranks: Set[int]) -> bool:
+    return any(ranks <= each for each in holders)
+
+
 def _reused_ids(part: ReadPart, model: ModelState | None) -> Problem | None:
     """A fatal problem if one id of an optimizer stands for different parameters on different ranks.
 
@@ -253,7 +257,8 @@ def _reused_ids(part: ReadPart, model: ModelState | None) -> Problem | None:
         return None
     for key, states in optim.state.items():
         leaves = [leaf for leaf in states.values() if isinstance(leaf, Tensor) and leaf.sharded]
-        if not all(any(ranks.issuperset(leaf.chunks.rank.tolist()) for ranks in holders) for leaf in leaves):
+        of_several = [leaf for leaf in leaves if not _is_in_one_of(holders, set(leaf.chunks.rank.tolist()))]
+        if of_several:
             message = (
                 f"id {key} means different parameters on different ranks: the model's parameters are not the same on "
                 "all of them, as with pipeline stages, and every rank counts its own. Save the optimizer by name, with "

@@ -339,12 +339,19 @@ def _masters(wrapper: Mapping[Key, Value]) -> tuple[Key, list[list[Tensor]]] | N
     """The key of master weights in a wrapper around the optimizer, and the weights by param group."""
     for key in _MASTERS:
         value = wrapper.get(key)
-        groups = [group for group in value if isinstance(group, (list, tuple))] if isinstance(value, list) else []
-        tensors = [[leaf for leaf in group if isinstance(leaf, Tensor)] for group in groups]
-        complete = isinstance(value, list) and len(groups) == len(value)
-        if complete and any(tensors) and [len(group) for group in tensors] == [len(group) for group in groups]:
-            return key, tensors
+        groups = [_only_tensors(group) for group in value] if isinstance(value, list) else []
+        complete = [group for group in groups if group is not None]
+        if any(complete) and len(complete) == len(groups):
+            return key, complete
     return None
+
+
+def _only_tensors(group: Value) -> list[Tensor] | None:
+    """The tensors in a list; None if it is no list, or holds anything else."""
+    if not isinstance(group, (list, tuple)):
+        return None
+    tensors = [leaf for leaf in group if isinstance(leaf, Tensor)]
+    return tensors if len(tensors) == len(group) else None
 
 
 def _member_names(checkpoint: Checkpoint) -> list[list[str]] | None:
@@ -356,8 +363,11 @@ def _member_names(checkpoint: Checkpoint) -> list[list[str]] | None:
     optim = named.optim
     if optim is None or optim.groups is None:
         return None
-    listed = zip(optim.groups, optim.in_groups(), strict=True)
-    return [[str(key) for key in keys] for group, keys in listed if group.members is not None]
+    names: list[list[str]] = []
+    for group, keys in zip(optim.groups, optim.in_groups(), strict=True):
+        if group.members is not None:
+            names.append(list(map(str, keys)))
+    return names
 
 
 def _pairs(

@@ -140,9 +140,8 @@ class Search:
         if listing.parts:
             return self._apart_from_steps(listing, self._with_parts_below(listing, numbered, others))
         searches, refused = self._search_each(numbered)
-        if (
-            len(refused) + sum(search is not None for search in searches) > 1
-        ):  # a run: what is damaged is one of several
+        possible = len(refused) + sum(search is not None for search in searches)
+        if possible > 1:  # a run: what is damaged is one of several
             beside, refused_beside = self._search_each(others)
             searches, refused = [*searches, *beside], {**refused, **refused_beside}
         else:
@@ -163,7 +162,7 @@ class Search:
             only.unfinished += listing.unread_parts
             self._add_unfinished_beside(only, listing, numbered, others)
             return only
-        if sum(1 for entry in numbered if any(_is_in(search.path, entry.path) for search in below)) > 1:
+        if len(_entries_with(below, numbered)) > 1:
             raise self._several(listing, [search.path for search in below], None, numbered)
         found = Found(path, listing.names, [], list(listing.left_out))
         found.enter_left_out()
@@ -431,6 +430,11 @@ def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
             why=f"fsdpckpt deletes {UPLOADING} once everything is there",
             next_step="wait for the upload to end, or run the command that began it again",
         )
+
+
+def _entries_with(found: Sequence[Found], entries: Sequence[Entry]) -> list[Entry]:
+    """The directories among ``entries`` in which one of ``found`` is."""
+    return [entry for entry in entries if any(_is_in(each.path, entry.path) for each in found)]
 
 
 def _is_in(path: str, directory: str) -> bool:

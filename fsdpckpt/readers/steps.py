@@ -41,7 +41,8 @@ def beside_steps(
     names = some_of([relative_path(step, path) for step in ordered], MAX_CANDIDATES)
     other = shlex.quote(own)
     if own == path:
-        ignored = [f"{flags.ignore_file(glob)}" for glob in _globs([relative_path(step, source) for step in ordered])]
+        globs = _globs([relative_path(step, source) for step in ordered])
+        ignored = [f"{flags.ignore_file(glob)}" for glob in globs]
         other = f"add {' '.join(ignored)} to read what is beside the steps"
     return SeveralCheckpointsError(
         f"{path} contains a checkpoint of its own, and those of {names}",

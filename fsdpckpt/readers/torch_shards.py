@@ -157,13 +157,18 @@ def _joined(archives: Sequence[TorchArchive]) -> dict[Key, Value]:
     return root
 
 
+def _has_weights(archive: TorchArchive) -> bool:
+    """Whether tensors are at the top, as in a model's state dict; an optimizer has none there."""
+    root = archive.root
+    return isinstance(root, dict) and any(isinstance(leaf, Tensor) for leaf in root.values())
+
+
 def _tree(root: dict[Key, Value], archives: Sequence[TorchArchive]) -> PartContents:
     tree = PartContents(root, Layout.FULL, Container.TORCH, 1)
     tree.checksums = Checksums.joined(archive.checksums for archive in archives)
     tree.notes.extend(notes_on_dropped(archives))
     message = f"{plural(len(archives), 'torch.save file')}, each with some of the entries"
     tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
-    roots = [archive.root for archive in archives if isinstance(archive.root, dict)]
-    if sum(any(isinstance(leaf, Tensor) for leaf in root.values()) for root in roots) > 1:  # weights, no optimizer
+    if sum(map(_has_weights, archives)) > 1:
         tree.keys_in_order = False  # Hugging Face gives a large tensor a shard of its own, before all others
     return tree

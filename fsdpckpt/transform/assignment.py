@@ -109,7 +109,9 @@ def in_any_order(id_count: int, name_count: int, fits: Fits) -> Answer | None:
     """
     if id_count * name_count > _MAX_PAIRS:
         return None
-    choices = [{name for name in range(name_count) if fits(number, name)} for number in range(id_count)]
+    choices: list[set[int]] = []  # of each id
+    for number in range(id_count):
+        choices.append({name for name in range(name_count) if fits(number, name)})
     name_of: dict[int, int] = {}
     taken: set[int] = set()
     while len(name_of) < id_count:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import TypeAlias
 
 from fsdpckpt import flags
@@ -55,7 +56,7 @@ def listed_order(
     ``by_unit``: the names as FSDP1 lists those of flat parameters, if its units are known. None if nothing is proved:
     the order of the model is not known, and the names may have been sorted, or listed unit by unit.
     """
-    cleaned = [[clean(name) for name in names] for names in groups]
+    cleaned = [list(map(clean, names)) for names in groups]
     if all(len(names) < 2 for names in cleaned):
         return ListedOrder(own=True, in_model_order=True)
     if position is None:
@@ -81,7 +82,7 @@ def lists_own_order(groups: Sequence[Names], position: Mapping[str, int] | None,
     unit, is not certain.
     """
     of_units = {name: place for place, name in enumerate(by_unit)}
-    if of_units and all(_ascends([clean(name) for name in names], of_units) for names in groups):
+    if of_units and all(_ascends(list(map(clean, names)), of_units) for names in groups):
         return all(len(names) < 2 for names in groups)
     listed = listed_order(groups, None)
     if listed is None and position is not None:
@@ -122,11 +123,15 @@ def _is_by_unit(names: Names, position: Mapping[str, int], parents: Collection[s
     units: list[str] = []  # of the other names: the outermost that none of the first is in
     for name in names[end:]:
         units.append(next((module for module in _wrappable(name, parents) if _family(module) not in own), ""))
-    blocks = [[names[end + at] for at in block] for _, block in groupby(range(len(units)), key=units.__getitem__)]
+    blocks: list[list[str]] = []  # of one unit each
+    for _, block in groupby(zip(units, names[end:], strict=True), key=itemgetter(0)):
+        blocks.append([name for _, name in block])
     if "" in units or len(blocks) != len(set(units)):
         return False
-    first = [min(position[name] for name in block) for block in blocks]
-    return first == sorted(first) and all(_is_by_unit(block, position, parents, depth + 1) for block in blocks)
+    first = [min(map(position.__getitem__, block)) for block in blocks]
+    if first != sorted(first):
+        return False
+    return all(_is_by_unit(block, position, parents, depth + 1) for block in blocks)
 
 
 def _modules(name: str) -> list[str]:

@@ -97,7 +97,7 @@ def optimizer_names(checkpoint: Checkpoint, source: str) -> Listing | None:
 
 def listed_names(optim: Optimizer) -> list[list[str]]:
     """The names that each param group lists; empty if there are no groups."""
-    return [[clean(str(key)) for key in keys] for keys in optim.in_groups()]
+    return [list(map(clean, names)) for names in optim.names_in_groups()]
 
 
 def _whole_state(states: Mapping[str, Tensor | Value]) -> Tensor | None:

@@ -205,9 +205,14 @@ def _fitting_meshes(mesh: MeshShape, shard_dim: int, world_size: int) -> list[Me
     First those that keep most of the parallelism after FSDP's dimension, then those that keep most replicas.
     """
     others = [*range(shard_dim + 1, len(mesh.sizes)), *range(shard_dim)]
-    divisors = [[size for size in range(mesh.sizes[dim], 0, -1) if mesh.sizes[dim] % size == 0] for dim in others]
-    return [
-        _with_sizes(mesh, {**dict(zip(others, sizes, strict=True)), shard_dim: world_size // prod(sizes)})
-        for sizes in product(*divisors)
-        if world_size % prod(sizes) == 0
-    ]
+    fitting: list[MeshShape] = []
+    for sizes in product(*(_divisors(mesh.sizes[dim]) for dim in others)):
+        if world_size % prod(sizes) == 0:
+            new_sizes = {**dict(zip(others, sizes, strict=True)), shard_dim: world_size // prod(sizes)}
+            fitting.append(_with_sizes(mesh, new_sizes))
+    return fitting
+
+
+def _divisors(number: int) -> list[int]:
+    """The largest first."""
+    return [each for each in range(number, 0, -1) if number % each == 0]

@@ -50,7 +50,10 @@ def by_place(numbers: Sequence[int], name_count: int, optional: Collection[int],
         _extend(complete, following.pop(last + 1, []))
         frontier = following
     places = {number: index for index, number in enumerate(sorted(numbers))}
-    return [tuple(names[places[number]] for number in numbers) for names in map(_names, complete)]
+    answers: list[tuple[int, ...]] = []
+    for found in map(_names, complete):
+        answers.append(tuple(found[places[number]] for number in numbers))
+    return answers
 
 
 def _extend(paths: list[_Path | None], more: Sequence[_Path | None]) -> None:
@@ -76,6 +79,7 @@ def places_in_model(
     whether they are parameters changes the places of ``trained``.
     """
     may_be_none = set(optional) - set(trained)
-    places = {name: place for place, name in enumerate(name for name in names if name not in may_be_none)}
+    counted = [name for name in names if name not in may_be_none]
+    places = {name: place for place, name in enumerate(counted)}
     last = max((index for index, name in enumerate(names) if name in trained), default=-1)
     return places, [name for name in names[: last + 1] if name in may_be_none]

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir import IdRule
+from fsdpckpt.ir.listing import divided
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes, fits
 from fsdpckpt.text import plural, some_of
@@ -64,8 +65,7 @@ class Ids:
 
     def by_group(self) -> list[list[int]]:
         """The ids of each group; without groups, all of them."""
-        remaining = iter(self.numbers)
-        return [[next(remaining) for _ in range(size)] for size in self.group_sizes or (len(self.numbers),)]
+        return divided(self.numbers, self.group_sizes or (len(self.numbers),))
 
     def over_model(self, rule: IdRule) -> bool:
         """Whether they may count over all parameters of the model: by ``rule``, that of the source, or to be seen."""

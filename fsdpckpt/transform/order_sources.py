@@ -11,6 +11,7 @@ from fsdpckpt import flags
 from fsdpckpt.globs import matches_any
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ChunkChecksums, Container
+from fsdpckpt.ir.listing import divided
 from fsdpckpt.ir.names import clean, keeps_order, revisits_a_module, without_module
 from fsdpckpt.ir.optimizer import Optimizer, ParamGroup
 from fsdpckpt.ir.parameters import Named, Parameter, RowNumber
@@ -52,8 +53,7 @@ def from_groups(optim: Optimizer, source: str, names_to_match: Collection[str] =
     names = without_module(chain(*groups), names_to_match)
     if not names or len(set(names)) != len(names) or any(map(is_flat_key, names)):
         return None
-    remaining = map(Named, names)
-    return ParameterOrder.of_groups(([next(remaining) for _ in group] for group in groups), source)
+    return ParameterOrder.of_groups(divided(map(Named, names), map(len, groups)), source)
 
 
 def from_param_names(optim: Optimizer, names_to_match: Collection[str] = ()) -> ParameterOrder | None:
@@ -71,9 +71,8 @@ def from_param_names(optim: Optimizer, names_to_match: Collection[str] = ()) -> 
     keys = optim.grouped_keys()
     if any(isinstance(key, str) for key in keys) and {clean(str(key)) for key in keys} != set(names):
         return None
-    remaining = map(Named, names)
-    listed = ([next(remaining) for _ in group or ()] for group in groups)
-    return ParameterOrder.of_groups(listed, "param_names in the groups")
+    sizes = [len(group or ()) for group in groups]
+    return ParameterOrder.of_groups(divided(map(Named, names), sizes), "param_names in the groups")
 
 
 def listed_param_names(group: ParamGroup) -> list[str] | None:
@@ -121,9 +120,13 @@ def from_model(
     shared, alike = _repeats(tensors, checkpoint.checksums)
     uncertain = set(alike)
     names = [name for name in tensors if name not in shared]
-    open_names = [] if buffers else [name for name in names if tensors[name].sharded is not True and name not in keyed]
+    open_names: list[str] = []  # of tensors that nothing shows to be parameters
+    if not buffers:
+        open_names = [name for name in names if tensors[name].sharded is not True and name not in keyed]
     # Beside distributed tensors a plain one is a buffer. A DCP directory has small parameters in one piece, too.
-    plain = {name for name in open_names if tensors[name].sharded is False and checkpoint.container == Container.TORCH}
+    plain: set[str] = set()
+    if checkpoint.container == Container.TORCH:
+        plain.update(name for name in open_names if tensors[name].sharded is False)
     doubtful = {*uncertain, *open_names} - plain
     if not no_buffers and any(tensor.sharded for tensor in tensors.values()):
         unsharded = {name for name in names if tensors[name].sharded is not True}

@@ -166,7 +166,8 @@ def to_ids(
     names = table.member_names()
     member_of = {name: member for member, name in names.items()}
     if optim.groups is not None:
-        table = table.reordered([[member_of[name] for name in group] for group in counted.groups])
+        members = [list(map(member_of.__getitem__, group)) for group in counted.groups]
+        table = table.reordered(members)
     keys: dict[MemberNumber, ParamKey] = {}
     for member, name in names.items():
         keys[member] = counted.ids.get(str(name), counted.ids.get(clean(str(name)), name))
@@ -387,7 +388,7 @@ def _require_param_names(source: str, optim: Optimizer, names: NewKeys, order: P
 def _grouped_names(optim: Optimizer, order: ParameterOrder | None, source: str) -> list[list[str]]:
     """The names that each group lists; without groups, those of an authoritative order."""
     if optim.groups is not None:
-        return [[str(key) for key in keys] for keys in optim.in_groups()]
+        return optim.names_in_groups()
     if order is None or not order.authoritative:
         place = order.source if order is not None else source
         raise NeedsInformationError(

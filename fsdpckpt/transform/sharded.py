@@ -9,7 +9,7 @@ Optimizer states quantized in blocks are never quantized again: they are refused
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -319,6 +319,16 @@ def refuse_cut_codes(checkpoint: Checkpoint) -> None:
             )
 
 
+def _ranks_with_whole_blocks(all_blocks: Sequence[Blocks]) -> list[int]:
+    """The numbers of ranks over which each of ``all_blocks`` can be cut by rows, as far as they were tried."""
+    works: list[int] = []
+    for ranks in range(1, _MAX_RANKS_TRIED + 1):
+        sharding = row_sharding(ranks)
+        if all(_has_whole_blocks(blocks, sharding) for blocks in all_blocks):
+            works.append(ranks)
+    return works
+
+
 def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: bool) -> None:
     """Raises NeedsInformationError if a rank's shard would begin or end inside a block.
 
@@ -330,11 +340,7 @@ def require_whole_blocks(checkpoint: Checkpoint, world_size: int, *, placed: boo
             first_keys.setdefault((blocks, codes.sharding if placed else row_sharding(world_size)), key)
     for (blocks, sharding), key in first_keys.items():
         if sharding is not None and not _has_whole_blocks(blocks, sharding):
-            works = [
-                ranks
-                for ranks in range(1, _MAX_RANKS_TRIED + 1)
-                if all(_has_whole_blocks(other, row_sharding(ranks)) for other, _ in first_keys)
-            ]
+            works = _ranks_with_whole_blocks([other for other, _ in first_keys])
             raise NeedsInformationError(
                 f"{key} of shape {blocks.shape} is {blocks}, and {sharding} over {sharding.mesh.world_size} ranks "
                 "cuts blocks apart",

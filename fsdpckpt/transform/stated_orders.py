@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain
 
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.listing import divided
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import ShownShapes, fits, has_scalars
@@ -151,7 +152,7 @@ def _as_job_lists(order: ParameterOrder, of_model: ParameterOrder | None) -> Par
     if listed is None or of_model is None:
         return replace(order, ordered=False, authoritative=False)
     row_of = {row.name: row for row in order.rows}
-    resorted = ([row_of[name] for name in in_model_order(group, position)] for group in groups)
+    resorted = [list(map(row_of.__getitem__, in_model_order(group, position))) for group in groups]
     in_order = ParameterOrder.of_groups(resorted, f"{order.source}, in the order of {of_model.source}")
     return replace(in_order, caution=f"{order.source}: {listed.doubt}")
 
@@ -167,10 +168,12 @@ def _may_be_groups_of(optim: Optimizer, order: ParameterOrder) -> bool:
     keys = optim.grouped_keys()
     if order.ordered:
         return all(fits(order.shape(name), shown.of(key)) for key, name in zip(keys, chain(*groups), strict=True))
-    candidates = chain.from_iterable(repeat({order.shape(name) for name in group}, len(group)) for group in groups)
-    return all(
-        any(fits(shape, shown.of(key)) for shape in shapes) for key, shapes in zip(keys, candidates, strict=True)
-    )
+    for group, of_group in zip(groups, divided(keys, map(len, groups)), strict=True):
+        shapes = {order.shape(name) for name in group}
+        for key in of_group:
+            if not any(fits(shape, shown.of(key)) for shape in shapes):
+                return False
+    return True
 
 
 def _have_the_keys(groups: Groups, optim: Optimizer) -> bool:

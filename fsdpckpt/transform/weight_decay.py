@@ -109,14 +109,17 @@ def _require_names(source: str, optim: Optimizer) -> None:
 
 def _without_decay(checkpoint: Checkpoint, names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     """The ``names`` that match a pattern. Raises UsageError for a pattern that matches none."""
-    unused = [pattern for pattern in patterns if not any(_matches(checkpoint, name, pattern) for name in names)]
-    if unused:
-        raise UsageError(
-            f"{flags.no_weight_decay(unused[0])} matches none of the parameters",
-            details=names[:_KEYS_IN_MESSAGE],
-            next_step="give globs of names as `fsdpckpt inspect --names-only` shows them",
-        )
-    return {name for name in names if any(_matches(checkpoint, name, pattern) for pattern in patterns)}
+    without: set[str] = set()
+    for pattern in patterns:
+        matched = [name for name in names if _matches(checkpoint, name, pattern)]
+        if not matched:
+            raise UsageError(
+                f"{flags.no_weight_decay(pattern)} matches none of the parameters",
+                details=names[:_KEYS_IN_MESSAGE],
+                next_step="give globs of names as `fsdpckpt inspect --names-only` shows them",
+            )
+        without.update(matched)
+    return without
 
 
 def _with_groups(

@@ -53,9 +53,13 @@ _LOOKUPS = 16  # requests at a time: a store answers in tens of milliseconds
 
 def run_identity(plan: Plan, options: ConvertOptions, sources: Sequence[Sequence[FileIdentity]]) -> RunIdentity:
     """What a later run must have in common with this one to resume it. ``sources``: see ``source_copies``."""
-    shown = [[replace(copy, path=without_credentials(copy.path)) for copy in copies] for copies in sources]
+    shown = [list(map(_without_credentials, copies)) for copies in sources]
     given = {name: without_credentials(text) for name, text in output_options(options).items()}
     return RunIdentity(__version__, plan.digest(), given, shown, plan.bytes_written)
+
+
+def _without_credentials(copy: FileIdentity) -> FileIdentity:
+    return replace(copy, path=without_credentials(copy.path))
 
 
 def source_copies(
@@ -89,8 +93,9 @@ def journals_of(group: Group, staging: Staging | None) -> list[list[list[Record]
 
     ``staging``: this rank's, if it leads one.
     """
-    resumed = staging is not None and staging.interrupted.resumed
-    records = [read_records(path) for path in journal_paths(staging.root)] if staging is not None and resumed else []
+    records: list[list[Record]] = []
+    if staging is not None and staging.interrupted.resumed:
+        records = [read_records(path) for path in journal_paths(staging.root)]
     return cast("list[list[list[Record]]]", group.all_gather_objects(records, name="journals"))
 
 

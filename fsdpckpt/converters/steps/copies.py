@@ -51,9 +51,10 @@ def _with_equal_copies(
         raise _undecided(checkpoint.source, list(open_cases.values()))
     keys = tuple(dict.fromkeys(each.named.key for each in found))
     whole, settled = _with_whole_buffers(checkpoint, buffers)
-    needed = bool(settled) or any(key in known_buffers(checkpoint, buffers) - known_buffers(checkpoint) for key in keys)
     if not keys:
-        return whole, needed
+        return whole, bool(settled)
+    told = known_buffers(checkpoint, buffers) - known_buffers(checkpoint)
+    needed = bool(settled) or not told.isdisjoint(keys)
     count = plural(len(keys), "model key", "differ")
     message = f"{count} between ranks; the lowest rank's copy is used: {some_of(keys, KEYS_IN_MESSAGE)}"
     return whole.noted(Note("replicas", message, keys=keys)), needed

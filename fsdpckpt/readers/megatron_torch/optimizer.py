@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import cast
 
 from fsdpckpt.formats.torch import local_tensor
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import SourceFile
+from fsdpckpt.ir.listing import divided
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key
 from fsdpckpt.readers.megatron_torch.names import StateDict, of_optimizer
@@ -123,8 +124,7 @@ def names_of_groups(
         found = names_by_value(weights, masters, files, sources) if found is None else found
         if found is None:
             return None
-        left = iter(found)
-        names += [list(islice(left, count)) for count in counts]
+        names += divided(found, counts)
     listed = list(chain.from_iterable(names))
     return names if listed and len(set(listed)) == len(listed) else None
 

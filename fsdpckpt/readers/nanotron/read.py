@@ -354,10 +354,10 @@ class _Optimizer:
         states: dict[Key, Value] = {
             name: cast(Value, {**self._values.get(name, {}), **tensors_of.get(name, {})}) for name in trained
         }
-        groups = [
-            {**group, "params": [name for name in members if name not in self._unknown]}
-            for group, members in zip(self._groups, self._members, strict=True)
-        ]
+        groups: list[Value] = []
+        for group, members in zip(self._groups, self._members, strict=True):
+            known: list[Value] = [name for name in members if name not in self._unknown]
+            groups.append(cast(Value, {**group, "params": known}))
         return cast(Value, {"state": states, "param_groups": groups})
 
     def masters(self) -> dict[str, Tensor]:

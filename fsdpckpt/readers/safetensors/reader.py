@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 from fsdpckpt.errors import SourceCorruptError, damaged
@@ -222,7 +223,8 @@ def _with_global_shape(key: str, chunks: list[_RankChunk]) -> ChunkedTensor:
     if len(chunks) == 1 and not any(start):
         return ChunkedTensor(key, dtype, shape, Chunks.whole(file=file, offset=offset, shape=shape, rank=rank))
     ndim = len(shape)
-    shape = tuple(max(chunk.start[dim] + chunk.tensor.shape[dim] for chunk in chunks) for dim in range(ndim))
+    ends = [tuple(map(add, chunk.start, chunk.tensor.shape)) for chunk in chunks]
+    shape = tuple(map(max, zip(*ends, strict=True)))
     if prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:
         what = f"{_SHARDING_KEY} places {key} where no tensor reaches"
         raise damaged(path, what, found=truncate(shape), key=key, why="the file was edited or damaged")

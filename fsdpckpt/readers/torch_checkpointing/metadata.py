@@ -184,13 +184,11 @@ class _MetadataParser:
             item, *nested = self._path_of(text)
             by_item.setdefault(item, {})[json.dumps(nested)] = groups
         of_ranks = {rank: self._dict(layout, "layouts") for rank, layout in layouts.items()}
-        return {
-            item: {
-                "nested_path_to_metadata": tensors,
-                "rank_to_layout_info": {rank: layout.get(item) for rank, layout in of_ranks.items()},
-            }
-            for item, tensors in by_item.items()
-        }
+        grouped: dict[Key, Value] = {}
+        for item, tensors in by_item.items():
+            layout_of: dict[Key, Value] = {rank: layout.get(item) for rank, layout in of_ranks.items()}
+            grouped[item] = {"nested_path_to_metadata": tensors, "rank_to_layout_info": layout_of}
+        return grouped
 
     def _item(self, name: str, item: Mapping[Key, Value], world_size: int) -> Item:
         files: dict[int, ItemFile] = {}

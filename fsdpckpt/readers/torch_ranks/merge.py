@@ -165,12 +165,11 @@ class RankMerge:
 
     def _sequence(self, values: Sequence[object], present: list[int], path: KeyPath, place: _Place) -> Value:
         first = cast("Sequence[object]", values[present[0]])
-        columns = (
-            [value[index] if isinstance(value, (list, tuple)) else _ABSENT for value in values]
-            for index in range(len(first))
-        )
         inner = _Place.ANYWHERE if place is _Place.ANYWHERE else _Place.INSIDE
-        items = [self.value(column, (*path, index), inner) for index, column in enumerate(columns)]
+        items: list[Value] = []
+        for index in range(len(first)):
+            column = [value[index] if isinstance(value, (list, tuple)) else _ABSENT for value in values]
+            items.append(self.value(column, (*path, index), inner))
         return items if isinstance(first, list) else tuple(items)
 
     def _tensor(self, values: Sequence[object], present: list[int], path: KeyPath, place: _Place) -> Value:
@@ -349,7 +348,9 @@ def _join(parts: Sequence[Chunks | list[tuple[int, ...]]], ndim: int) -> Chunks:
 def _with_common_nan(mapping: dict[Key, object]) -> dict[Key, object]:
     """``mapping`` with ``math.nan`` for its first key that is NaN: the NaN of each rank's file equals no other."""
     own = next((key for key in mapping if key != key), None)  # noqa: PLR0124 (only NaN differs from itself)
-    return mapping if own is None else {math.nan if key is own else key: item for key, item in mapping.items()}
+    if own is None:
+        return mapping
+    return {math.nan if key is own else key: item for key, item in mapping.items()}
 
 
 def _has_elements(held: Distributed) -> bool:

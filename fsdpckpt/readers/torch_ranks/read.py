@@ -260,9 +260,11 @@ def _one_order(roots: Sequence[object], ranks: Sequence[int], units: Units | Non
             orders: dict[int, list[list[ParamKey]]] = {}
             for rank, groups in zip(ranks, names, strict=True):
                 if groups != union:
-                    orders[rank] = [[keys[name] for name in group] for group in groups]
+                    orders[rank] = [list(map(keys.__getitem__, group)) for group in groups]
             tree.orders[path] = orders
-        texts = {name: text for pair in zip(optimizers, names, strict=True) for name, text in _param_names(*pair)}
+        texts: dict[str, str] = {}
+        for optimizer, groups in zip(optimizers, names, strict=True):
+            texts.update(_param_names(optimizer, groups))
         for index, (optimizer, groups) in enumerate(zip(optimizers, names, strict=True)):
             tree.problems += _unlisted(optimizer, ranks[index])
             changed = _rekeyed(optimizer, groups, union, keys, texts)
@@ -280,10 +282,13 @@ def _groups(optim: _Optimizer) -> list[list[ParamKey]] | None:
     groups = optim.get("param_groups")
     if not isinstance(groups, (list, tuple)):
         return None
-    listed = [group.get("params") if isinstance(group, dict) else None for group in groups]
-    if any(not isinstance(keys, list) or not all(isinstance(key, (int, str)) for key in keys) for keys in listed):
-        return None
-    return cast("list[list[ParamKey]]", listed)
+    listed: list[list[ParamKey]] = []
+    for group in groups:
+        keys = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(keys, list) or not all(isinstance(key, (int, str)) for key in keys):
+            return None
+        listed.append(cast("list[ParamKey]", keys))
+    return listed
 
 
 def _by_id(optim: _Optimizer) -> bool:

@@ -61,7 +61,8 @@ class TorchReader:
             claim.left_out = [name for rank_set in unwanted for name in rank_set.files.values()]
         _require_all_ranks(sets, path, files, sources)
         sets += _ranks_by_content(single, files, sources)
-        single = [name for name in single if not any(name in rank_set.files.values() for rank_set in sets)]
+        in_sets = {name for rank_set in sets for name in rank_set.files.values()}
+        single = [name for name in single if name not in in_sets]
         claim.parts += [_ranks_part(rank_set, files, path) for rank_set in sets]
         for name in single:
             stem = stem_of(name)
