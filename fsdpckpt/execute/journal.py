@@ -129,12 +129,13 @@ class RunIdentity:
         """What changed in the source's files since this run: one line for each copy that this run did not see."""
         if len(self.sources) != len(now.sources):
             return [f"the source had {plural(len(self.sources), 'file')} and has {len(now.sources)} now"]
-        return [
-            f"{copy.path} {changes[0]}"
-            for before, after in zip(self.sources, now.sources, strict=True)
-            for copy in after
-            if None not in (changes := [_change(copy_before, copy) for copy_before in before])
-        ]
+        changed: list[str] = []
+        for before, after in zip(self.sources, now.sources, strict=True):
+            for copy in after:
+                changes = [_change(copy_before, copy) for copy_before in before]
+                if None not in changes:  # it is no copy that this run saw
+                    changed.append(f"{copy.path} {changes[0]}")
+        return changed
 
     def lost_sources(self, now: RunIdentity) -> list[str]:
         """The files of this run that were replaced at their paths: no command can resume it any more."""
@@ -238,7 +239,7 @@ def identity_of(first: Record) -> RunIdentity:
     """The inverse of ``first_record``."""
     options = first["options"] if isinstance(first["options"], dict) else {}
     sources = cast("list[list[dict[str, object]]]", first["sources"])
-    identities = [[_file_identity(copy) for copy in copies] for copies in sources]
+    identities = [list(map(_file_identity, copies)) for copies in sources]
     nbytes = int(str(first["nbytes"]))
     return RunIdentity(str(first["version"]), str(first["plan"]), options, identities, nbytes)
 

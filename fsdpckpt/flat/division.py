@@ -119,5 +119,7 @@ def _by_lengths(parameters: Mapping[str, Lengths], groups: Sequence[Listed]) -> 
     members = [lengths for listed in groups for lengths in listed]
     if len(names) < len(parameters) or len(set(members)) < len(members):
         return None
-    found = tuple(tuple(names[lengths] for lengths in listed if lengths in names) for listed in groups)
-    return found if sum(map(len, found)) == len(members) else None
+    divided: list[tuple[str, ...]] = []
+    for listed in groups:
+        divided.append(tuple(names[lengths] for lengths in listed if lengths in names))
+    return tuple(divided) if sum(map(len, divided)) == len(members) else None

@@ -140,7 +140,7 @@ class _Matching:
             total = layout.total
             if leaf is None and layout.shard_count == 1:
                 # LOCAL_STATE_DICT returns the whole parameters of a NO_SHARD module (``_post_state_dict_hook``).
-                yield from _missing_names([param.name for param in unit.params], whole)
+                yield from _missing_names(unit.names, whole)
             elif not isinstance(leaf, Tensor):
                 yield f"the checkpoint has no flat parameter {unit.key}"
             elif leaf.shape != (total,):
@@ -250,11 +250,11 @@ class _Matching:
         position = {key: number for number, key in enumerate(chain(*(self.units.groups or ())))}
         recorded: dict[int, list[list[object]]] = {}
         for order in self.units.orders:
-            places: list[list[object]] = [[position.get(key) for key in group] for group in order.groups]
+            places: list[list[object]] = [list(map(position.get, group)) for group in order.groups]
             recorded.update(dict.fromkeys(order.ranks, places))
         read: dict[int, list[list[object]]] = {}
         for members in optim.orders:
-            keys: list[list[object]] = [[optim.keys[member] for member in group] for group in members.groups]
+            keys: list[list[object]] = [list(map(optim.keys.__getitem__, group)) for group in members.groups]
             read.update(dict.fromkeys(members.ranks, keys))
         return not recorded or recorded == read
 
@@ -415,8 +415,9 @@ class _Matching:
         """The lengths of what each param group of ``optim`` lists; none if it gives names."""
         if optim.key_type == "name" or all(group.names() for group in optim.groups or ()):
             return []
-        by_key = lengths_by_key(optim, self.world_size)
-        return [[_by_rank(by_key.get(key)) for key in group] for group in optim.in_groups()]
+        rows = lengths_by_key(optim, self.world_size)
+        lengths = {key: _by_rank(rows.get(key)) for key in optim.grouped_keys()}
+        return [list(map(lengths.__getitem__, keys)) for keys in optim.in_groups()]
 
     def _are_recorded(self, lists: Sequence[Listed]) -> bool:
         """Whether the groups of the units may be these."""

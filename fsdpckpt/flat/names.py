@@ -126,7 +126,7 @@ def order_contradictions(units: Units, names: Iterable[str], label: str, *, acro
     """
     position = {name: index for index, name in enumerate(names)}
     for unit in units.units:
-        wrong = first_misplaced([param.name for param in unit.params], position)
+        wrong = first_misplaced(unit.names, position)
         if wrong:
             yield f"the order of parameters differs in {unit}: {wrong[0]} in the units, {wrong[1]} in {label}"
             return

@@ -142,9 +142,11 @@ def possible_numels(checkpoint: Checkpoint) -> tuple[int, ...]:
         return ()
     rows = lengths_by_key(optim, world_size)
     whole = sum(_count_whole(states) for key, states in optim.state.items() if key not in rows)
-    return tuple(
-        whole + sum(int(row[:size].sum()) for row in rows.values()) for size in possible_shard_sizes(checkpoint)
-    )
+    numels: list[int] = []
+    for size in possible_shard_sizes(checkpoint):
+        sliced = sum(int(row[:size].sum()) for row in rows.values())
+        numels.append(whole + sliced)
+    return tuple(numels)
 
 
 def _count_whole(states: Mapping[str, Tensor | Value]) -> int:

@@ -43,17 +43,16 @@ def known_buffers(checkpoint: Checkpoint, globs: Sequence[str] = ()) -> frozense
     if checkpoint.units is not None:
         units = checkpoint.units
         listed = {*units.parameters, *(later for later, _ in units.shared)}
-    return frozenset(
-        key
-        for key, leaf in model.params.items()
-        if key not in trained
-        and (
-            _is_statistic(key, model.params)
-            or _is_counter(leaf)
-            or (bool(listed) and clean(key) not in listed)
-            or any(matches_any(name, globs) for name in (key, clean(key)))
-        )
-    )
+    found: set[str] = set()
+    for key, leaf in model.params.items():
+        if key in trained:
+            continue
+        name = clean(key)
+        unlisted = bool(listed) and name not in listed
+        by_itself = unlisted or _is_statistic(key, model.params) or _is_counter(leaf)
+        if by_itself or matches_any(key, globs) or matches_any(name, globs):
+            found.add(key)
+    return frozenset(found)
 
 
 def trained_keys(checkpoint: Checkpoint) -> frozenset[str]:

@@ -238,10 +238,10 @@ class _Cells:
         self._high = np.stack([np.searchsorted(edge, start[:, k] + size[:, k]) for k, edge in enumerate(edges)], axis=1)
         self._counts = [len(edge) - 1 for edge in edges]
         draw = np.random.default_rng()
-        self._sums = [  # by draw and dimension: the sum of the numbers of all intervals before an edge
-            [np.append(0, np.cumsum(draw.integers(1, _PRIME, count, np.int64)) % _PRIME) for count in self._counts]
-            for _ in range(2)
-        ]
+        self._sums: list[list[Int64Array]] = []  # by draw and dimension: of the numbers of all intervals before an edge
+        for _ in range(2):
+            numbers = [draw.integers(1, _PRIME, count, np.int64) for count in self._counts]
+            self._sums.append([np.append(0, np.cumsum(of_dim) % _PRIME) for of_dim in numbers])
 
     def first_wrong(self) -> tuple[list[int], int] | None:
         """The first cell that is not in exactly one box, as the number of its interval in each dimension, and the

@@ -61,7 +61,9 @@ def _remainder(value: Value, paths: Collection[Path]) -> Any:
         items = [_remainder(item, below.get(number, ())) for number, item in enumerate(value)]
         while items and items[-1] is _NOTHING:  # the frame has the length
             items.pop()
-        return type(value)({} if item is _NOTHING else item for item in items) if items else _NOTHING
+        if not items:
+            return _NOTHING
+        return type(value)({} if item is _NOTHING else item for item in items)
     return value
 
 

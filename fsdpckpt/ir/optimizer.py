@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fsdpckpt.ir import KeyType
@@ -175,6 +176,13 @@ class Optimizer:
         """``in_groups`` of an optimizer that is keyed by name; ids as text."""
         return [list(map(str, keys)) for keys in self.in_groups()]
 
+    def ids_in_groups(self) -> list[list[int]]:
+        """``in_groups`` of an optimizer that is keyed by id."""
+        groups: list[list[int]] = []
+        for keys in self.in_groups():
+            groups.append([key for key in keys if isinstance(key, int)])
+        return groups
+
     def group_of(self) -> dict[ParamKey, int]:
         """The number of the group that lists each key."""
         return {key: number for number, keys in enumerate(self.in_groups()) for key in keys}
@@ -280,9 +288,11 @@ class Optimizer:
         number_of = {key: number for number, key in enumerate(self.keys)}
         ranks_of: dict[tuple[tuple[MemberNumber, ...], ...], list[int]] = {}
         for rank, groups in by_rank.items():
-            listed = tuple(tuple(number_of[key] for key in keys if key in number_of) for keys in groups)
-            ranks_of.setdefault(listed, []).append(rank)
-        orders = (RankMembers(tuple(ranks), listed) for listed, ranks in ranks_of.items())
+            listed: list[tuple[MemberNumber, ...]] = []
+            for keys in groups:
+                listed.append(tuple(number_of[key] for key in keys if key in number_of))
+            ranks_of.setdefault(tuple(listed), []).append(rank)
+        orders = (RankMembers(tuple(ranks), members) for members, ranks in ranks_of.items())
         return replace(self, orders=tuple(orders))
 
 
@@ -292,7 +302,9 @@ def renumbered(
     """``orders`` with what became of each member in its place; a member that ``new`` lacks is gone."""
     changed: list[RankMembers] = []
     for order in orders:
-        groups = (tuple(number for member in group for number in new.get(member, ())) for group in order.groups)
+        groups: list[tuple[MemberNumber, ...]] = []
+        for group in order.groups:
+            groups.append(tuple(chain.from_iterable(new.get(member, ()) for member in group)))
         changed.append(replace(order, groups=tuple(groups)))
     return tuple(changed)
 

@@ -181,7 +181,8 @@ def normalise(checkpoint: Checkpoint, *, leading: str = "", like: Iterable[str] 
     notes: list[Note] = []
     lost = [] if any(map(_in_fsdp, like)) else [key for key in rows.optim if _in_fsdp(key)]
     if lost:
-        in_optim, live = ({without_fsdp(key): row for key, row in names.items()} for names in (rows.optim, rows.live))
+        in_optim = {without_fsdp(key): row for key, row in rows.optim.items()}
+        live = {without_fsdp(key): row for key, row in rows.live.items()}
         rows = replace(rows, optim=in_optim, live=live)
         message = f"{plural(len(lost), 'key')} of the optimizer lost the prefixes of FSDP1's wrappers: {lost[0]}, ..."
         notes.append(Note("normalised", message, keys=tuple(lost)))

@@ -30,12 +30,15 @@ def section_names(paths: Sequence[tuple[Key, ...]]) -> list[str]:
 
     All keys joined by dots where the rest would be empty, a number, or the name of two.
     """
-    whole = [".".join(map(str, path)) for path in paths]
-    short = [".".join(str(key) for key in path if key not in _KINDS) for path in paths]
-    return [
-        (text or "''") if name.replace(".", "").isdigit() or not name or short.count(name) > 1 else name
-        for name, text in zip(short, whole, strict=True)
-    ]
+    short: list[str] = []
+    for path in paths:
+        telling = [str(key) for key in path if key not in _KINDS]
+        short.append(".".join(telling))
+    names: list[str] = []
+    for path, name in zip(paths, short, strict=True):
+        tells = bool(name) and not name.replace(".", "").isdigit() and short.count(name) == 1
+        names.append(name if tells else ".".join(map(str, path)) or "''")
+    return names
 
 
 def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:

@@ -168,8 +168,10 @@ class TargetFile:
     @property
     def checksums(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """(begin, end, offsets it is written at) of each checksum."""
-        rows = _rows(self.built().checksum_columns, 4)
-        return [(begin, end, tuple(offset for offset in offsets if offset >= 0)) for begin, end, *offsets in rows]
+        checksums = []
+        for begin, end, *offsets in _rows(self.built().checksum_columns, 4):
+            checksums.append((begin, end, tuple(offset for offset in offsets if offset >= 0)))
+        return checksums
 
 
 def as_table(columns: array[int], width: int) -> Int64Array:

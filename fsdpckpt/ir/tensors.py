@@ -86,6 +86,14 @@ class Boxes:
     def __repr__(self) -> str:
         return f"<{len(self):,} boxes of {self.start.shape[1]} dimensions>"
 
+    @classmethod
+    def joined(cls, parts: Sequence[Boxes]) -> Boxes:
+        """The boxes of all ``parts``, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = [(part.start, part.size, part.stride) for part in parts]
+        return cls(*map(np.concatenate, zip(*columns, strict=True)))
+
     def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Boxes:
         """The rows that ``index`` selects."""
         return Boxes(self.start[index], self.size[index], self.stride[index])
@@ -180,15 +188,15 @@ class Chunks:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Chunks]) -> Chunks:
-        """The chunks of all ``parts``, one after the other."""
+    def joined(cls, parts: Sequence[Chunks], boxes: Boxes | None = None) -> Chunks:
+        """The chunks of all ``parts``, one after the other. ``boxes``: theirs, if others share them."""
         if len(parts) == 1:
             return parts[0]
-        columns = [(part.rank, part.file, part.offset, part.start, part.size, part.stride) for part in parts]
-        rank, file, offset, start, size, stride = map(np.concatenate, zip(*columns, strict=True))
+        columns = [(part.rank, part.file, part.offset) for part in parts]
+        rank, file, offset = map(np.concatenate, zip(*columns, strict=True))
         items = [part.item for part in parts if part.item is not None]
         item = np.concatenate(items) if len(items) == len(parts) else None
-        return cls(rank, file, offset, Boxes(start, size, stride), item)
+        return cls(rank, file, offset, boxes or Boxes.joined([part.boxes for part in parts]), item)
 
     def take(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Chunks:
         """The rows that ``index`` selects."""

@@ -150,7 +150,7 @@ def _misplaced(units: Units) -> Iterator[str]:
     shared = {first for _, first in units.shared}
     position = {name: index for index, name in enumerate(units.parameters) if name not in shared}
     for unit in units.units:
-        wrong = first_misplaced([param.name for param in unit.params], position)
+        wrong = first_misplaced(unit.names, position)
         if wrong is not None:
             yield f"{unit} lists {wrong[0]} where `parameters` lists {wrong[1]}"
 

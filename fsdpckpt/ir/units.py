@@ -55,6 +55,11 @@ class Unit:
         """The key of its flat parameter in a ``LOCAL_STATE_DICT``."""
         return f"{self.prefix}.{FLAT_PARAM}" if self.prefix else FLAT_PARAM
 
+    @property
+    def names(self) -> list[str]:
+        """Those of its parameters, in their order."""
+        return [param.name for param in self.params]
+
     def __str__(self) -> str:
         return unit_text(self.prefix)
 
@@ -227,8 +232,11 @@ class Units:
         if self.groups is None or self.use_orig_params:
             return self.groups
         position = {row: place for place, row in enumerate(self.order)}
-        in_order = (sorted(rows, key=position.__getitem__) for rows in self.trained or ())
-        return tuple(tuple(self.rows[row].name for row in rows) for rows in in_order)
+        groups: list[tuple[str, ...]] = []
+        for rows in self.trained or ():
+            in_order = sorted(rows, key=position.__getitem__)
+            groups.append(tuple(self.rows[row].name for row in in_order))
+        return tuple(groups)
 
     def names_of(self, keys: Iterable[str]) -> list[str]:
         """The names in the flat parameters ``keys``; a key of any other parameter is its name."""
@@ -273,7 +281,7 @@ def keys_of_rows(
 
 def rows_of_keys(groups: Groups, rows_of: Mapping[str, tuple[RowNumber, ...]]) -> RowGroups:
     """The rows of ``groups``. ``rows_of``: of each key."""
-    return tuple(tuple(chain.from_iterable(rows_of[key] for key in group)) for group in groups)
+    return tuple(tuple(chain(*map(rows_of.__getitem__, group))) for group in groups)
 
 
 def _sharded(params: tuple[Parameter, ...], *, sharded: bool) -> tuple[Parameter, ...]:

@@ -29,8 +29,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import prod
+from operator import add, mul
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -105,7 +106,9 @@ def on_dimensions(sharding: Sharding, dims: Sequence[int]) -> Sharding | None:
     mesh, new = sharding.mesh, {dim: number for number, dim in enumerate(dims)}
     names = None if mesh.names is None else tuple(mesh.names[dim] for dim in dims)
     smaller = MeshShape(tuple(mesh.sizes[dim] for dim in dims), names)
-    remaining = {dim: [new[each] for each in mesh_dims if each in new] for dim, mesh_dims in order.items()}
+    remaining: dict[int, list[int]] = {}
+    for dim, mesh_dims in order.items():
+        remaining[dim] = [new[each] for each in mesh_dims if each in new]
     own = tuple(new[dim] for dim in kept)
     placements = _with_order(smaller, [sharding.placements[dim] for dim in dims], remaining, own)
     by_fsdp = sharding.by_fsdp and sharding.fsdp_dimension in (None, *dims)
@@ -217,7 +220,7 @@ def _shard_order(sharding: Sharding) -> Mapping[int, tuple[int, ...]] | None:
     )
     if own is None or sharding.order is None:
         return own
-    return {dim: tuple(dims[each] for each in mesh_dims) for dim, mesh_dims in own.items()}
+    return {dim: tuple(map(dims.__getitem__, mesh_dims)) for dim, mesh_dims in own.items()}
 
 
 class SharedChunk(NamedTuple):
@@ -309,10 +312,12 @@ def shard_order_of(
             continue
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
         dims = order.setdefault(placement.dim, [])
-        before = [prod(mesh[d] for d in dims[:i]) for i in range(len(dims) + 1)]
-        if factor not in before:
+        # The split factor at each place among the dimensions that cut already, the first to the last.
+        factors = list(accumulate((mesh[dim] for dim in dims), mul, initial=1))
+        if factor not in factors:
             return None
-        dims.insert(before.index(factor) if first_of_equals else len(dims) - before[::-1].index(factor), mesh_dim)
+        place = factors.index(factor) if first_of_equals else len(dims) - factors[::-1].index(factor)
+        dims.insert(place, mesh_dim)
     return {dim: tuple(mesh_dims) for dim, mesh_dims in order.items()}
 
 
@@ -360,7 +365,8 @@ def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, .
     """The shape of the local tensor that ``boxes`` fill; None if there is no box (one dimension is 0 then)."""
     if not boxes:
         return None
-    return tuple(max(part.local_offsets[d] + part.box.sizes[d] for part in boxes) for d in range(len(shape)))
+    ends = [tuple(map(add, part.local_offsets, part.box.sizes)) for part in boxes]
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _cut(runs: _Runs, parts: int, index: int) -> _Runs:
@@ -389,15 +395,17 @@ def _join_runs(runs: list[tuple[int, int]]) -> _Runs:
 
 
 def _boxes(runs: Sequence[_Runs]) -> tuple[LocalBox, ...]:
-    axes = []
-    for dim in runs:
-        at, axis = 0, []
-        for start, length in dim:
+    """A box for each way to take a run of every dimension."""
+    dimensions: list[list[tuple[int, int, int]]] = []  # start, length, and start in the local tensor
+    for of_dim in runs:
+        local_start, filled = 0, []
+        for start, length in of_dim:
             if length:
-                axis.append((start, length, at))
-            at += length
-        axes.append(axis)
-    return tuple(
-        LocalBox(Box(tuple(a[0] for a in cell), tuple(a[1] for a in cell)), tuple(a[2] for a in cell))
-        for cell in product(*axes)
-    )
+                filled.append((start, length, local_start))
+            local_start += length
+        dimensions.append(filled)
+    boxes: list[LocalBox] = []
+    for chosen in product(*dimensions):
+        offsets, sizes, local_offsets = zip(*chosen, strict=True) if chosen else ((), (), ())
+        boxes.append(LocalBox(Box(offsets, sizes), local_offsets))
+    return tuple(boxes)

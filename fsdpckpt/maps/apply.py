@@ -11,7 +11,7 @@ from fsdpckpt.ir.table import names_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.maps.match import Matched, Use, match_rules, require_bijection, require_used
-from fsdpckpt.maps.rules import LayoutMap
+from fsdpckpt.maps.rules import LayoutMap, MapRule
 from fsdpckpt.maps.states import mapped_optimizer
 from fsdpckpt.maps.steps import Family, Member, Values
 from fsdpckpt.maps.work import Reading, Work
@@ -34,15 +34,15 @@ class AppliedMap:
             "sha256": self.layout_map.sha256,
             "inverse": self.layout_map.inverted,
             "values": dict(self.values),
-            "rules": [
-                {
-                    "number": rule.number,
-                    "from": [pattern.text for pattern in rule.sources],
-                    "to": [pattern.text for pattern in rule.targets],
-                    "applied": self.times.get(rule.number, 0),
-                }
-                for rule in self.layout_map.rules
-            ],
+            "rules": list(map(self._rule_json, self.layout_map.rules)),
+        }
+
+    def _rule_json(self, rule: MapRule) -> dict[str, object]:
+        return {
+            "number": rule.number,
+            "from": [pattern.text for pattern in rule.sources],
+            "to": [pattern.text for pattern in rule.targets],
+            "applied": self.times.get(rule.number, 0),
         }
 
 

@@ -222,13 +222,8 @@ class Rearranger:
         parts = [self._filled(tensor.chunks) for tensor in tensors]
         key = tuple(part.boxes for part in parts)
         if key not in self._joined:
-            self._joined[key] = Boxes(
-                *(np.concatenate([getattr(boxes, name) for boxes in key]) for name in ("start", "size", "stride"))
-            )
-        rank, file, offset = (np.concatenate([getattr(part, name) for part in parts]) for name in _PLACES)
-        items = [part.item for part in parts if part.item is not None]
-        item = np.concatenate(items) if len(items) == len(parts) else None
-        return _of_same_source(tensors, tensors[0].shape, Chunks(rank, file, offset, self._joined[key], item))
+            self._joined[key] = Boxes.joined(key)
+        return _of_same_source(tensors, tensors[0].shape, Chunks.joined(parts, self._joined[key]))
 
     def _filled(self, chunks: Chunks) -> Chunks:
         """``chunks`` without empty ones: those of ranks that got nothing."""

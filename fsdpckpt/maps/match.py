@@ -118,11 +118,9 @@ def require_used(
         return
     backwards = layout_map.inverse()
     fits_back = sum(any(_matches(rule, name)) for rule in backwards.rules for name in names)
-    meant = (
-        f"; did you mean {flags.inverse.off if layout_map.inverted else flags.inverse}?"
-        if fits_back > len(numbers)
-        else ""
-    )
+    meant = ""
+    if fits_back > len(numbers):
+        meant = f"; did you mean {flags.inverse.off if layout_map.inverted else flags.inverse}?"
     raise UsageError(
         f"{layout_map.name} does not fit {source}: {plural(len(unused), 'rule')} of it match nothing",
         details=first_lines([str(rule) for rule in unused], _NAMES_IN_MESSAGE),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import TypeAlias
 
@@ -296,10 +297,10 @@ def rearrange(text: str, sizes: Mapping[str, Size], of: tuple[int, ...] | None =
     if not arrow:
         raise ValueError(f"{text!r} has no ->")
     step = Rearrange(_axes(before), _axes(after), tuple(sizes.items()), of)
-    names = [[axis for axes in side for axis in axes] for side in (step.before, step.after)]
-    if sorted(names[0]) != sorted(names[1]) or len(set(names[0])) != len(names[0]) or not names[0]:
+    names, names_after = list(chain(*step.before)), list(chain(*step.after))
+    if sorted(names) != sorted(names_after) or len(set(names)) != len(names) or not names:
         raise ValueError(f"{text!r}: both sides need the same axes, each once")
-    unknown = next((axis for axis in sizes if axis not in names[0]), None)
+    unknown = next((axis for axis in sizes if axis not in names), None)
     if unknown is not None:
         raise ValueError(f"{text!r} has no axis {unknown}")
     for axes in (*step.before, *step.after):

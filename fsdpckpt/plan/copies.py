@@ -39,10 +39,9 @@ class SourceChunks:
                 members.append([])
             self._group[number], self._index[number] = group, len(members[group])
             members[group].append(number)
-        self._groups = [
-            _Group([tensors[number] for number in of_group], ndim, order, casts)
-            for (ndim, order), of_group in zip(numbers, members, strict=True)
-        ]
+        self._groups: list[_Group] = []
+        for (ndim, order), of_group in zip(numbers, members, strict=True):
+            self._groups.append(_Group([tensors[number] for number in of_group], ndim, order, casts))
 
     def copies(self, items: Int64Array, boxes: Int64Array) -> CopyTable:
         """The copies that fill ``items`` (rows of offset, bytes, tensor, position in ``boxes``), in target order.
@@ -185,7 +184,8 @@ def _line_of_chunks(tensors: Sequence[Tensor], ndim: int, base: Int64Array) -> _
         begin = base[number[order]] + start[box[order], 0]
         ascending = np.argsort(begin, kind="stable")
         begin, order = begin[ascending], order[ascending]
-    file, offset = (np.concatenate([getattr(chunks, name) for chunks in by_tensor]) for name in ("file", "offset"))
+    file = np.concatenate([chunks.file for chunks in by_tensor])
+    offset = np.concatenate([chunks.offset for chunks in by_tensor])
     if order is not None:
         file, offset, box = file[order], offset[order], box[order]
     reach: Int64Array = np.maximum.accumulate(begin + size[box, 0]) if len(begin) else begin
@@ -203,9 +203,8 @@ def _unique_boxes(
         begins[number] = first.setdefault(chunks.boxes, total)
         if begins[number] == total:
             total += len(chunks.file)
-    start, size, stride = (
-        np.concatenate([getattr(boxes, name) for boxes in first]) for name in ("start", "size", "stride")
-    )
+    boxes = Boxes.joined(list(first))
+    start, size, stride = boxes.start, boxes.size, boxes.stride
     if not start.shape[1]:
         start, size = np.zeros((total, ndim), np.int64), np.ones((total, ndim), np.int64)
         stride = size

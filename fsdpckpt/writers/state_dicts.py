@@ -163,13 +163,12 @@ def _notes_on_unset(leaves: Sequence[Leaf], texts: Mapping[str, Sequence[Key]]) 
     texts (``torch.distributed.checkpoint._traverse.set_element``): the job's own keys keep what they have.
     """
     changed = {f"{prefix}.{key!s}" if prefix else str(key) for prefix, keys in texts.items() for key in keys}
-    unset = [
-        leaf.key
-        for leaf in (leaves if changed else ())
-        if leaf.tensor is None
-        and not isinstance(leaf.value, Blockwise)
-        and any(_dotted(leaf.path[:depth]) in changed for depth in range(1, len(leaf.path) + 1))
-    ]
+    unset: list[str] = []
+    for leaf in leaves if changed else ():
+        is_value = leaf.tensor is None and not isinstance(leaf.value, Blockwise)
+        above = (_dotted(leaf.path[:depth]) for depth in range(1, len(leaf.path) + 1))
+        if is_value and not changed.isdisjoint(above):
+            unset.append(leaf.key)
     if unset:
         message = (
             f"dcp.load does not set {plural(len(unset), 'value')} below keys that are not text in the job's own state "

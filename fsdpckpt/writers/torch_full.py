@@ -107,11 +107,14 @@ def lay_out_file(
 
 
 def _numbers_note(value: Value) -> Note:
-    paths = [(path, [at for at, step in enumerate((*path, leaf)) if _has_number(step)]) for path, leaf in walk(value)]
-    keys = list(dict.fromkeys(".".join(map(str, path[: numbers[0]])) for path, numbers in paths if numbers))
+    keys: dict[str, None] = {}  # of what holds them: a key may be one, too
+    for path, leaf in walk(value):
+        first = next((at for at, step in enumerate((*path, leaf)) if _has_number(step)), None)
+        if first is not None:
+            keys[".".join(map(str, path[:first]))] = None
     message = (
         "NumPy numbers are written as Python numbers of the same value, which optimizers and torch.load take: "
-        f"{some_of(keys, 8)}. A float16 or float32 computes with more digits from then on"
+        f"{some_of(list(keys), 8)}. A float16 or float32 computes with more digits from then on"
     )
     return Note("encoded", message, keys=tuple(keys))
 

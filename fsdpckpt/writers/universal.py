@@ -147,7 +147,7 @@ def _groups(checkpoint: Checkpoint) -> list[list[str]]:
             why="DeepSpeed restores a universal checkpoint group by group",
             next_step="convert a checkpoint whose optimizer has its param_groups",
         )
-    return [[str(name) for name in names] for names in checkpoint.optim.in_groups()]
+    return checkpoint.optim.names_in_groups()
 
 
 def _weights(
@@ -251,7 +251,9 @@ def _module_states(
         if isinstance(leaf, Tensor) and (name in weights or name in shared):
             leaf = Tensor(leaf.dtype, (0,), Chunks.whole(file=0, offset=0, shape=(0,)))  # noqa: PLW2901  # a placeholder
         module[name] = leaf
-    shapes = [OrderedDict((name, weights[name].shape) for name in group) for group in groups]
+    shapes: list[Value] = []
+    for group in groups:
+        shapes.append(OrderedDict((name, weights[name].shape) for name in group))
     elsewhere = {*_DEEPSPEED_KEYS, *_OPTIMIZER_KEYS}
     other_extras = {key: value for key, value in extra.items() if key not in elsewhere}
     if _scaler(extra) is not None:
@@ -259,7 +261,7 @@ def _module_states(
     state: dict[Key, Value] = {
         "buffer_names": [],
         "optimizer": None,
-        "param_shapes": shapes,  # type: ignore[dict-item]
+        "param_shapes": shapes,
         "frozen_param_shapes": None,
         "shared_params": shared,
         "frozen_param_fragments": None,
@@ -311,13 +313,14 @@ def _notes_on_groups(optim: Optimizer) -> list[Note]:
     settings = [group.settings for group in optim.groups or ()]
     states = {state for entry in optim.state.values() for state in entry}
     notes: list[Note] = []
-    uneven = sorted(
-        str(key) for key in settings[0] if any(of_group.get(key) != settings[0][key] for of_group in settings)
-    )
+    uneven: set[str] = set()
+    for of_group in settings[1:]:
+        uneven.update(str(key) for key, value in settings[0].items() if of_group.get(key) != value)
     if uneven:
+        differing = ", ".join(sorted(uneven))
         message = (
-            f"the param groups differ in {', '.join(uneven)}: DeepSpeed's ZeRO 3 gives all of them the settings of the "
-            "first when it loads a universal checkpoint, so set them again afterwards; ZeRO 1 and 2 restore each"
+            f"the param groups differ in {differing}: DeepSpeed's ZeRO 3 gives all of them the settings of the first "
+            "when it loads a universal checkpoint, so set them again afterwards; ZeRO 1 and 2 restore each"
         )
         notes.append(Note("zero-3", message))
     if states - _ADAM:

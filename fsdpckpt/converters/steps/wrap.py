@@ -112,7 +112,7 @@ def require_whole_units(draft: Draft, decision: Decision) -> Draft:
     key_type = asked or draft.source_keys or "id"
     if units is not None:
         # What is laid out in order: the parameters of each flat one. Ids count parameters, or flat ones.
-        orders = [[param.name for param in unit.params] for unit in units.units]
+        orders = [unit.names for unit in units.units]
         if units.use_orig_params and key_type == "id" and draft.checkpoint.optim is not None:
             orders.append(list(units.parameters))
         by_name = f"{flags.to('full')} {flags.key_type('name')}"

@@ -131,7 +131,7 @@ class FlatModel:
         values: dict[str, Any] = {unit.key: FlatParameter(placed, shard, dtype)}
         if self._units.use_orig_params:
             nothing = FlatView(None, 0, 0, dtype)
-            values.update(dict.fromkeys((param.name for param in unit.params), nothing))
+            values.update(dict.fromkeys(unit.names, nothing))
             offset = 0
             for part in parts:
                 if part.param is not None:
@@ -165,9 +165,7 @@ class FlatModel:
         shared = {first for _, first in self._units.shared}
         listed = [name for name in names if name in self._params and name not in shared]
         position = {name: index for index, name in enumerate(names)}
-        in_units = ([param.name for param in unit.params] for unit in self._units.units)
-        if listed == [name for name in self._units.parameters if name not in shared] and not any(
-            first_misplaced(unit_names, position) for unit_names in in_units
-        ):
+        in_order = [name for name in self._units.parameters if name not in shared]
+        if listed == in_order and not any(first_misplaced(unit.names, position) for unit in self._units.units):
             return names
         return list(dict.fromkeys([*self._units.parameters, *names]))

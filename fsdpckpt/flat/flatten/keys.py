@@ -53,8 +53,10 @@ def flat_keys(checkpoint: Checkpoint, units: Units, key_type: KeyType) -> FlatKe
         keys = _numbered(order, key_type, prefixes)
         if groups is None:
             return RankKeys(keys, None)
-        present = [[name for name in names if name not in absent] for names in order]
-        written = [_group(group, names, keys, prefixes) for group, names in zip(groups, present, strict=True)]
+        written = []
+        for group, names in zip(groups, order, strict=True):
+            present = [name for name in names if name not in absent]
+            written.append(_group(group, present, keys, prefixes))
         return RankKeys(keys, written)
 
     by_rank: dict[int, RankKeys] = {}

@@ -139,7 +139,8 @@ class BaseModel:
                     next_step=f"{flags.wrap} with the class that the training job wraps",
                 )
             wrapped.update(known[name])
-        paths = [path for path in module_paths(param.name for param in self.names.params) if template(path) in wrapped]
+        modules = module_paths(param.name for param in self.names.params)
+        paths = [path for path in modules if template(path) in wrapped]
         return UnitPrefixes(("", *paths), complete=True, label=wrap_text(classes), exact=True)
 
 

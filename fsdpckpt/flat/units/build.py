@@ -106,16 +106,13 @@ def build_units(
     ordered = sorted(inside, key=lambda prefix: (begins[prefix], len(prefix)))
     row_of = {place: row for row, place in enumerate((*chain(*map(inside.__getitem__, ordered)), *outside))}
     row_named = {param.name: row_of[place] for place, param in enumerate(params)}
+    strategy = settings.strategy or Strategy.FULL_SHARD
+    units: list[Unit] = []
+    for prefix in ordered:
+        members = tuple(params[place] for place in inside[prefix])
+        units.append(Unit(prefix, members, strategy, settings.param_dtype))
     return Units(
-        units=tuple(
-            Unit(
-                prefix,
-                tuple(params[place] for place in inside[prefix]),
-                settings.strategy or Strategy.FULL_SHARD,
-                settings.param_dtype,
-            )
-            for prefix in ordered
-        ),
+        units=tuple(units),
         use_orig_params=bool(settings.use_orig_params),
         order=tuple(row_of[place] for place in range(len(params))),
         unmanaged=tuple(params[place] for place in outside),
@@ -152,7 +149,11 @@ def listed_keys(units: Units, names: Sequence[Sequence[str]]) -> list[list[str]]
     """The keys of groups of original names under ``units``, each group in the order of its names."""
     key_of = {name: name if units.use_orig_params else unit.key for name, unit in units.unit_of().items()}
     key_of.update({param.name: param.name for param in units.unmanaged})
-    return [list(dict.fromkeys(key_of[name] for name in group if name in key_of)) for group in names]
+    listed: list[list[str]] = []
+    for group in names:
+        keys = dict.fromkeys(key_of[name] for name in group if name in key_of)
+        listed.append(list(keys))
+    return listed
 
 
 def regrouped(units: Units, names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...] | None:

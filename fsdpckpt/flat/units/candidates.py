@@ -123,7 +123,9 @@ class _Candidates:
         chosen = [by_name[name] for name in parameters if name in by_name]
         order = replace(self.names, ordered=True)
         left = [param for param in self.possible if param.sharded and param.name not in set(parameters)]
-        firsts = [[first.name for first in chosen if _interchangeable(first, param)] for param in left]
+        firsts: list[list[str]] = []  # of which each of the others may be a later name
+        for param in left:
+            firsts.append([first.name for first in chosen if _interchangeable(first, param)])
         for roots in self._roots(chosen):
             if all(len(names) == 1 for names in firsts):
                 shared = [(param.name, names[0]) for param, names in zip(left, firsts, strict=True)]
@@ -332,7 +334,7 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
     optim = checkpoint.optim
     if optim is None or units.groups is not None or optim.key_type != "id" or not optim.groups:
         return [None]
-    ids = [[key for key in keys if isinstance(key, int)] for keys in optim.in_groups()]
+    ids = optim.ids_in_groups()
     keys = units.optimizer_keys()
     if all(group.names() for group in optim.groups):
         return [None]

@@ -168,6 +168,9 @@ def _rows_by_path(
 
 def _followed(groups: RowGroups, became: Mapping[RowNumber, RowNumber], units: Units) -> RowGroups | None:
     """What ``groups`` are among the rows of ``units``; None if a flat parameter would be in two of them."""
-    keys = units.keys_of(tuple(tuple(became[row] for row in rows if row in became) for rows in groups))
+    left: list[tuple[RowNumber, ...]] = []
+    for rows in groups:
+        left.append(tuple(became[row] for row in rows if row in became))
+    keys = units.keys_of(tuple(left))
     divided = sum(map(len, keys)) != len(set().union(*keys))
     return None if divided else rows_of_keys(keys, units.rows_of)

@@ -35,8 +35,10 @@ def given_groups(
     if request.parameters is None or optim is None or optim.key_type != "name":
         return None
     given = request.names_in(request.parameters, in_model)
-    parts = ([given[name] for name in part if name in given] for part in request.parameter_groups)
-    divided = tuple(tuple(part) for part in parts if part)
+    parts: list[tuple[str, ...]] = []
+    for part in request.parameter_groups:
+        parts.append(tuple(given[name] for name in part if name in given))
+    divided = tuple(filter(None, parts))
     position = {name: place for place, name in enumerate(in_model)} if ordered else None
     return groups_by_user(tuple(given.values()), divided, optim, position)
 

@@ -171,8 +171,10 @@ def _choose(
         by_mapping.setdefault(byte_mapping(checkpoint, matched.match), []).append(matched)
     groups = list(by_mapping.values())
     if len(groups) > 1 and preferred.options():
-        groups = [[matched for matched in same if preferred.fits(matched.match.units)] for same in groups]
-        groups = [same for same in groups if same]
+        fitting: list[list[_Matched]] = []
+        for same in groups:
+            fitting.append([matched for matched in same if preferred.fits(matched.match.units)])
+        groups = list(filter(None, fitting))
     if len(groups) != 1:
         raise _ambiguous(checkpoint, [same[0] for same in groups] or matches)
     (same,) = groups
@@ -211,7 +213,8 @@ _OPTIONS = {
 
 
 def _ambiguous(checkpoint: Checkpoint, several: list[_Matched]) -> NeedsInformationError:
-    options = [_OPTIONS[name] for name in differing_settings([matched.match.units for matched in several])]
+    differing = differing_settings([matched.match.units for matched in several])
+    options = [_OPTIONS[name] for name in differing]
     if len({(matched.candidate.assumed, matched.match.units.groups) for matched in several}) > 1:
         options.append(f"{flags.parameters('FILE')} (the names of model.named_parameters(), one per line)")
     return NeedsInformationError(
@@ -254,9 +257,10 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
     model = checkpoint.model.params if checkpoint.model is not None else {}
     flat = any(is_flat_key(key) for key in model) or (checkpoint.optim is not None and not units.use_orig_params)
     if flat:
-        several = next((unit for unit in units.units if sum(param.numel > 0 for param in unit.params) > 1), None)
-        if several is not None:
-            return f"{len(several.params)} parameters are in {several}"
+        for unit in units.units:
+            filled = [param for param in unit.params if param.numel]
+            if len(filled) > 1:
+                return f"{len(unit.params)} parameters are in {unit}"
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return None

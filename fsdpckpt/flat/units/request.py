@@ -150,13 +150,16 @@ def _no_file(path: str, *, directory: bool) -> SourceMissingError:
     names = (os.path.join(path, name) for name in (UNITS_FILE, MANIFEST))
     inside = next((name for name in names if directory and os.path.isfile(name)), None)
     folder = path if directory else os.path.dirname(path) or "."
+    if inside is not None:
+        next_step: str = f"{flags.units(inside)}"
+    else:
+        listed = folder if os.path.isdir(folder) else "."
+        next_step = to_look("see what is there", f"ls {shlex.quote(listed)}")
     return SourceMissingError(
         f"{flags.units(path)} is a directory" if directory else f"{flags.units(path)} does not exist",
         file=path,
         expected="the file that save_units or `fsdpckpt units` wrote, or the fsdpckpt.json of a flattened target",
-        next_step=f"{flags.units(inside)}"
-        if inside is not None
-        else to_look("see what is there", f"ls {shlex.quote(folder if os.path.isdir(folder) else '.')}"),
+        next_step=next_step,
     )
 
 

@@ -170,12 +170,12 @@ def _buffers(globs: tuple[str, ...], checkpoint: Checkpoint, names: Sequence[str
     if not globs or globs == NO_BUFFERS:
         return globs
     names_of_all = _names_of_all(checkpoint)
-    taken = tuple(
-        glob
-        for glob in globs
-        if any(matches(name, glob) for name in names) or not any(matches(name, glob) for name in names_of_all)
-    )
-    return taken or NO_BUFFERS
+    taken: list[str] = []
+    for glob in globs:
+        matches_here = any(matches(name, glob) for name in names)
+        if matches_here or not any(matches(name, glob) for name in names_of_all):
+            taken.append(glob)
+    return tuple(taken) or NO_BUFFERS
 
 
 def _globs(

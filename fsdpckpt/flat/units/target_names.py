@@ -74,12 +74,12 @@ def separate_buffers(names: Listing, buffers: Sequence[str], *, all_match: bool 
     if not buffers:
         return names
     globs = [glob for glob in buffers if tuple(buffers) != NO_BUFFERS]
-    useless = [glob for glob in globs if not any(matches(param.name, glob) for param in names.params)]
-    if useless and all_match:
-        raise UsageError(
-            f"{flags.buffers(useless[0])} matches no name of {names.source}",
-            next_step=f"{flags.buffers} with the names of the buffers, or {flags.buffers('none')}",
-        )
+    for glob in globs if all_match else ():
+        if not any(matches(param.name, glob) for param in names.params):
+            raise UsageError(
+                f"{flags.buffers(glob)} matches no name of {names.source}",
+                next_step=f"{flags.buffers} with the names of the buffers, or {flags.buffers('none')}",
+            )
     return replace(
         names,
         rows=tuple(
