@@ -113,8 +113,9 @@ class Message(str):
     parts: tuple[str | Wording, ...]
 
     def __new__(cls, text: str) -> Message:
-        parts = text.parts if isinstance(text, Message) else tuple(_parts(text)) if _BEGIN in text else (text,)
-        return cls.of_parts(parts)
+        if isinstance(text, Message):
+            return cls.of_parts(text.parts)
+        return cls.of_parts(_parts(text) if _BEGIN in text else (text,))
 
     @classmethod
     def of_parts(cls, parts: Iterable[str | Wording]) -> Message:

@@ -221,10 +221,9 @@ def _part_of(tensor: Tensor, ranges: Sequence[range]) -> Tensor:
     """The elements of ``tensor`` at ``ranges``, one for each dimension, as a tensor: the same bytes in other chunks."""
     import numpy as np
 
-    first, step, count = (
-        np.asarray([getter(indices) for indices in ranges], np.int64)
-        for getter in (operator.attrgetter("start"), operator.attrgetter("step"), len)
-    )
+    first = np.asarray([indices.start for indices in ranges], np.int64)
+    step = np.asarray([indices.step for indices in ranges], np.int64)
+    count = np.asarray(list(map(len, ranges)), np.int64)
     chunks = tensor.chunks
     begin = np.clip(-((first - chunks.start) // step), 0, count)
     end = np.clip(-((first - chunks.start - chunks.size) // step), 0, count)

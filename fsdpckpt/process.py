@@ -48,7 +48,9 @@ def started_as_worker() -> bool:
 def own_rank() -> int:
     """The rank of this process; 0 if it is not a worker, or its variables are malformed."""
     started_by = _started_by(os.environ)
-    text = "0" if started_by is None else os.environ.get("RANK" if started_by == "torchrun" else "SLURM_PROCID", "0")
+    if started_by is None:
+        return 0
+    text = os.environ.get("RANK" if started_by == "torchrun" else "SLURM_PROCID", "0")
     return int(text) if text.isdigit() else 0
 
 

@@ -278,12 +278,10 @@ def names_text(names: Sequence[str], most: int) -> str:
         match = _LAST_NUMBER.fullmatch(name)
         before, number, after = match.groups() if match is not None else (name, None, "")
         groups.setdefault((before, after), []).append(None if number is None else int(number))
-    shown = [
-        (before + numbers_text(sorted(number for number in numbers if number is not None)) + after, len(numbers))
-        if numbers != [None]
-        else (before, 1)
-        for (before, after), numbers in groups.items()
-    ]
+    shown: list[tuple[str, int]] = []
+    for (before, after), numbers in groups.items():
+        known = sorted(number for number in numbers if number is not None)
+        shown.append((before + (numbers_text(known) if known else "") + after, len(numbers)))
     more = sum(count for _, count in shown[most:])
     return ", ".join(text for text, _ in shown[:most]) + (f" and {count_text(more)} more" if more else "")
 

@@ -223,12 +223,15 @@ def _parameter(option: Option) -> signatures.Parameter:
     elif cli_type is str and default is not None:
         default = str(default)
     completed = option.choices or option.completion
+    complete: Callable[..., list[str]] | None = _complete_key if option.name in _KEYS else None
+    if completed:
+        complete = _completer(completed)
     declared = typer.Option(
         *flags,
         help=option.help_text,
         metavar=option.metavar,
         show_default=default is not None,
-        autocompletion=_completer(completed) if completed else _complete_key if option.name in _KEYS else None,
+        autocompletion=complete,
     )
     annotation: Any = Annotated[cli_type if default is not None else Optional[cli_type], declared]  # noqa: UP045
     return signatures.Parameter(option.name, signatures.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

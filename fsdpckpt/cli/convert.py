@@ -177,7 +177,8 @@ def _heading_text(report: Report) -> str:
 
 def _note_lines(report: Report) -> Iterator[str]:
     """The notes that are no warnings; those that differ only in a key are one line."""
-    yield from (f"note: {message}" for message in fold_notes(note.message for note in report.notes if not note.warning))
+    for message in fold_notes(note.message for note in report.notes if not note.warning):
+        yield f"note: {message}"
 
 
 def _files_written(report: Report) -> int:

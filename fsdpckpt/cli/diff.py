@@ -111,7 +111,7 @@ def _counted(values: Mapping[float, int], word: str, text: Callable[[float], str
 
 def _module_table(modules: Sequence[ModuleChange], kinds: Sequence[str], columns: int) -> Iterator[Line]:
     """The largest |A - B| and the relative norm of each module, for each of ``kinds``."""
-    shown = [module for module in modules if any(kind in module.changes for kind in kinds)]
+    shown = [module for module in modules if not module.changes.keys().isdisjoint(kinds)]
     left = len(shown) - MAX_MODULES
     if left > 0:
         furthest = sorted(shown, key=lambda module: -max(_distance(module, kind) for kind in kinds))[:MAX_MODULES]

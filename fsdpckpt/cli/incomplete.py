@@ -74,9 +74,13 @@ def _signs(row: FilesOfRanks, in_one: int) -> str:
     signs = []
     for first in range(0, len(row.states), in_one):
         states = row.states[first : first + in_one]
-        worst = next(state for state in _WORST if any(each == state for each in states))
+        worst = next(state for state in _WORST if state in states)
         signs.append(_SIGNS[worst])
     return "".join(signs)
+
+
+def _row_document(row: FilesOfRanks) -> dict[str, object]:
+    return {"pattern": row.pattern, "ranks": {state: row.ranks(state) for state in sorted(set(row.states))}}
 
 
 def _document(left: Incomplete) -> dict[str, object]:
@@ -89,10 +93,7 @@ def _document(left: Incomplete) -> dict[str, object]:
         },
         "missing": list(left.missing),
         "damaged": list(left.damaged),
-        "files": [
-            {"pattern": row.pattern, "ranks": {state: row.ranks(state) for state in sorted(set(row.states))}}
-            for row in left.grid.rows
-        ],
+        "files": list(map(_row_document, left.grid.rows)),
         "next": left.commands,
         **error_json(left.error),
     }

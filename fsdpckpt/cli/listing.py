@@ -79,11 +79,14 @@ def _fewer_stats(rows: Sequence[ListedKey], columns: int) -> tuple[list[str], fr
     """The table with as many statistics as leave room for recognisable keys, and a line that names the others."""
     shown = list(range(len(STATS)))
     key_width = min(max(len(row.key) for row in rows), READABLE)
-    widths = [max(len(name), *(len(str(row.more[at])) for row in rows)) + GAP for at, name in enumerate(STATS)]
+    columns_of_stats = zip(STATS, *(row.more for row in rows), strict=True)
+    widths = [max(map(len, map(str, cells))) + GAP for cells in columns_of_stats]
     for name in ("std", "norm", "mean"):
         if columns - sum(widths[at] for at in shown) < key_width:
             shown.remove(STATS.index(name))
-    fewer = [replace(row, more=tuple(row.more[at] for at in shown)) for row in rows]
+    fewer: list[ListedKey] = []
+    for row in rows:
+        fewer.append(replace(row, more=tuple(row.more[at] for at in shown)))
     lines, headings = _by_section(fewer, [STATS[at] for at in shown], columns)
     if left_out := [name for at, name in enumerate(STATS) if at not in shown]:
         lines.append(cut(f"columns left out: {', '.join(left_out)} (--json has them)", columns))
@@ -111,9 +114,12 @@ def _lines(cells: Sequence[Sequence[Cell]], headings: Sequence[str], columns: in
 
 def _by_section(rows: Sequence[ListedKey], more: Sequence[str], columns: int) -> tuple[list[str], frozenset[int]]:
     """A heading for each section with what its rows have in common, which then needs no columns."""
-    sections = {row.section: [each for each in rows if each.section == row.section] for row in rows}
+    sections: dict[str, list[ListedKey]] = {}
+    for row in rows:
+        sections.setdefault(row.section, []).append(row)
     common = {section: _common_cells(of_section) for section, of_section in sections.items()}
-    fields = [field for field in FIELDS[2:] if any(field not in each for each in common.values())]
+    of_all = set(FIELDS).intersection(*common.values())
+    fields = [field for field in FIELDS[2:] if field not in of_all]
     if more:  # which needs the room
         fields = [field for field in fields if field == "shape" and more == PIECES]
     cells: list[Sequence[Cell]] = []
@@ -158,7 +164,8 @@ def _folded_with_stats(description: Description) -> list[ListedKey]:
     each = [_row(named) for named in tensors]
     states = [named for named in tensors if named.state is not None]
     scalars = Counter((named.label, named.state) for named in states if not named.tensor.ndim)
-    params = Counter(label for label, _ in {(named.label, named.param) for named in states})
+    with_states = {(named.label, named.param) for named in states}
+    params = Counter(label for label, _ in with_states)
     for at, named in enumerate(tensors):
         # A scalar that every parameter has, such as its step, is one row.
         if named.state is not None and scalars[named.label, named.state] == params[named.label] > 1:
@@ -241,13 +248,19 @@ def _trained_by(states: Sequence[NamedTensor], models: Sequence[Sequence[NamedTe
     if len(models) == 1:
         return models[0]
     names = {named.param for named in states if named.state is not None}
-    return next((model for model in models if names <= {named.param for named in model}), ())
+    for model in models:
+        if names <= {named.param for named in model}:
+            return model
+    return ()
 
 
 def _fold(keyed: Sequence[tuple[str, ListedKey]]) -> list[ListedKey]:
     """``keyed``: the key to fold, and its row."""
     alike = [(key, (row.section, row.dtype, row.shape, row.placement)) for key, row in keyed]
-    return [_join(folded.key, [keyed[at][1] for at in folded.members]) for folded in fold(alike)]
+    rows: list[ListedKey] = []
+    for folded in fold(alike):
+        rows.append(_join(folded.key, [keyed[at][1] for at in folded.members]))
+    return rows
 
 
 def _join(key: str, rows: Sequence[ListedKey]) -> ListedKey:
@@ -265,11 +278,11 @@ def _join_states(tensors: Sequence[NamedTensor]) -> list[ListedKey]:
     for state, keyed in by_state.items():
         for row in _fold(keyed):
             several.setdefault((row.key, row.dtype, row.shape, row.placement, row.count), []).append((state, row))
-    rows = [
-        _join(_with_states(members[0][1].key, [state for state, _ in members if state]), [row for _, row in members])
-        for members in several.values()
-    ]
-    return sorted(rows, key=lambda row: row.first)
+    joined: list[ListedKey] = []
+    for members in several.values():
+        states, rows = zip(*members, strict=True)
+        joined.append(_join(_with_states(rows[0].key, list(filter(None, states))), rows))
+    return sorted(joined, key=lambda row: row.first)
 
 
 def _with_states(key: str, states: Sequence[str]) -> str:
@@ -294,10 +307,8 @@ def _join_shared_states(
     several: dict[tuple[str, ...], list[tuple[str, list[ListedKey]]]] = {}
     for state, of_state in by_state.items():
         rows = [_row(named) for named in of_state]
-        fields = [
-            _common_value(rows, field, [of_model.get(named.param) for named in of_state])
-            for field in ("dtype", "shape", "placement")
-        ]
+        in_model = [of_model.get(named.param) for named in of_state]
+        fields = [_common_value(rows, field, in_model) for field in ("dtype", "shape", "placement")]
         if state is None or {named.param for named in of_state} != parameters or None in fields:
             rest += of_state
         else:

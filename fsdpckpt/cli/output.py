@@ -50,9 +50,13 @@ class Name:
 Cell: TypeAlias = str | Name
 
 
+def _cell_text(cell: Cell) -> str:
+    return visible(cell) if isinstance(cell, str) else str(cell)
+
+
 def table_lines(rows: Sequence[Sequence[Cell]], *, right: Collection[int], columns: int | None = None) -> list[str]:
     """The rows as lines with aligned columns. ``right``: columns of numbers; ``columns``: of the terminal, if any."""
-    texts = [[visible(cell) if isinstance(cell, str) else str(cell) for cell in row] for row in rows]
+    texts = [list(map(_cell_text, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     if columns is not None and (narrowed := _narrow(rows, widths, columns)) != widths:
         widths = narrowed

@@ -158,9 +158,12 @@ def _table(units: Units, columns: int | None) -> list[str]:
         count = len(keys.members)
         name = Name(keys.key, f"  x{count_text(count)}" if count > 1 else "")
         folded.append([name, *rows[keys.members[0]][1:]])
-    shown = [at for at in range(len(HEADINGS)) if any(row[at] != "-" for row in folded)]
-    cells = [[row[at] for at in shown] for row in (HEADINGS, *folded)]
-    return table_lines(cells, right=[shown.index(at) for at in NUMERIC if at in shown], columns=columns)
+    by_column = enumerate(zip(HEADINGS, *folded, strict=True))
+    shown = [at for at, (_, *cells) in by_column if any(cell != "-" for cell in cells)]
+    table: list[list[Cell]] = []
+    for row in (HEADINGS, *folded):
+        table.append([row[at] for at in shown])
+    return table_lines(table, right=[shown.index(at) for at in NUMERIC if at in shown], columns=columns)
 
 
 def _row(unit: Unit) -> list[Cell]:

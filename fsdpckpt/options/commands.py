@@ -223,10 +223,11 @@ def with_keywords(records: Iterable[OptionRecord], keywords: Mapping[str, object
             close = [meant.name] if meant is not None else get_close_matches(name, record_of, n=1)
             advice = f"did you mean {close[0]}?" if close else "help(fsdpckpt.convert) lists the options"
             raise UsageError(f"convert has no option {name!r}", next_step=advice)
-    return [
-        dataclasses.replace(record, **{name: value for name, value in keywords.items() if record_of[name] == number})
-        for number, record in enumerate(records)
-    ]
+    changed: list[Any] = []
+    for number, record in enumerate(records):
+        own = {name: value for name, value in keywords.items() if record_of[name] == number}
+        changed.append(dataclasses.replace(record, **own))
+    return changed
 
 
 def takes_options(*records: type[OptionRecord]) -> Callable[[Function], Function]:

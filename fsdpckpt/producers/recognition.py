@@ -104,7 +104,7 @@ def _recognise(
 ) -> Flavor | None:
     def matches(sign: Signature) -> bool:
         return (
-            all(any(re.search(pattern, name) for name in entries) for pattern in sign.files)
+            all(any(map(re.compile(pattern).search, entries)) for pattern in sign.files)
             and top.issuperset(sign.keys)
             and sign.model in (None, model)
             and sign.optim in (None, optim)
@@ -124,7 +124,7 @@ def belongs(flavor: Flavor | None, path: str) -> bool:
     names = {file.single for file in flavor.rank_files}
     patterns = (flavor.state, flavor.side_files, *flavor.exports)
     beside = any(path.startswith(f"{directory}/") for directory in flavor.side_directories)
-    return beside or path in names or copied_by_rank(path) or any(re.search(pattern, path) for pattern in patterns)
+    return beside or path in names or copied_by_rank(path) or matches_any(patterns, path)
 
 
 def copied_by_rank(path: str) -> bool:
@@ -140,5 +140,9 @@ def export_files(names: Iterable[str]) -> set[str]:
     flavor = recognise(listed)
     if flavor is None or (flavor.exports_beside and not any(re.search(flavor.exports_beside, name) for name in listed)):
         return set()
-    patterns = flavor.exports
-    return {name for name in listed if any(re.search(pattern, name) for pattern in patterns)}
+    return {name for name in listed if matches_any(flavor.exports, name)}
+
+
+def matches_any(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of ``patterns``, regular expressions of the table, is found in the ``name`` of a file."""
+    return any(re.search(pattern, name) for pattern in patterns)

@@ -42,15 +42,12 @@ def optimizer_health(optim: Optimizer, described: Description) -> dict[str, Any]
                 else:
                     steps[step] += 1
                     steps_of_group.setdefault(group_of.get(key), set()).add(step)
-    rows = [
-        (
-            state,
-            count_text(counts.total()),
-            "all" if counts.total() == parameters else f"{count_text(parameters - counts.total())} without",
-            ", ".join(f"{dtype} {count_text(count)}" for dtype, count in counts.items()),
-        )
-        for state, counts in dtypes.items()
-    ]
+    rows = []
+    for state, counts in dtypes.items():
+        total = counts.total()
+        complete = "all" if total == parameters else f"{count_text(parameters - total)} without"
+        of_dtypes = ", ".join(f"{dtype} {count_text(count)}" for dtype, count in counts.items())
+        rows.append((state, count_text(total), complete, of_dtypes))
     disagree = any(len(of_group) > 1 for of_group in steps_of_group.values())
     if steps:
         if len(steps) == 1 and not disagree:

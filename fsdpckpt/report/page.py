@@ -123,23 +123,19 @@ def _treemaps(described: Description) -> list[dict[str, Any]]:
 
 def _memory(described: Description) -> list[dict[str, Any]]:
     """For the template: what a rank would hold, on each number of ranks."""
-    rows = memory_by_ranks(described.tensors, buffer_keys(described.checkpoint), described.checkpoint.world_size)
-    return [
-        {
-            "ranks": row.ranks,
-            "total": size_text(row.total),
-            "saved": row.ranks == max(described.checkpoint.world_size, 1),
-            "parts": [
-                (f"part{number}", label, size_text(nbytes), 100 * nbytes / row.total)
-                for number, (label, nbytes) in enumerate(
-                    (("weights", row.weights), ("gradients", row.gradients), ("optimizer state", row.states))
-                )
-                if nbytes
-            ],
-        }
-        for row in rows
-        if row.total
-    ]
+    saved_on = max(described.checkpoint.world_size, 1)
+    rows: list[dict[str, Any]] = []
+    for row in memory_by_ranks(described.tensors, buffer_keys(described.checkpoint), described.checkpoint.world_size):
+        held = (("weights", row.weights), ("gradients", row.gradients), ("optimizer state", row.states))
+        parts = [
+            (f"part{number}", label, size_text(nbytes), 100 * nbytes / row.total)
+            for number, (label, nbytes) in enumerate(held)
+            if nbytes
+        ]
+        if row.total:
+            total = size_text(row.total)
+            rows.append({"ranks": row.ranks, "total": total, "saved": row.ranks == saved_on, "parts": parts})
+    return rows
 
 
 def _parts(described: Description) -> list[tuple[str, str, str, float]]:

@@ -16,11 +16,11 @@ from fsdpckpt.report.figures import FigureTable, histogram, more_text
 
 
 def statistics_table(described: Description) -> FigureTable:
-    rows = [
-        (named.section, named.key, *("-" if number is None else f"{number:.4g}" for number in stats.numbers))
-        for named, stats in zip(described.tensors, described.stats or (), strict=False)
-        if named.tensor.shape and stats is not None
-    ]
+    rows = []
+    for named, stats in zip(described.tensors, described.stats or (), strict=False):
+        if named.tensor.shape and stats is not None:
+            numbers = ["-" if number is None else f"{number:.4g}" for number in stats.numbers]
+            rows.append((named.section, named.key, *numbers))
     headings = ["section", "key", "min", "max", "mean", "std", "norm"]
     more = more_text(len(rows), "tensor", f": inspect {flags.stats!s} {flags.json!s} lists them all")
     return FigureTable(headings, rows, frozenset(range(2, 7)), more=more)

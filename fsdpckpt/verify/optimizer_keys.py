@@ -238,7 +238,9 @@ def _names_of_ids(checkpoint: Checkpoint) -> dict[str, ParamKey] | None:
 
 def _over_model(checkpoint: Checkpoint, groups: _Groups) -> bool:
     """Whether ids that ``groups`` list are places in the model, by the rule of the framework or to be seen."""
-    numbers = [[key for key in group if isinstance(key, int)] for group in groups]
+    numbers: list[list[int]] = []
+    for group in groups:
+        numbers.append([key for key in group if isinstance(key, int)])
     return counts_over_model(numbers, id_rule_of(checkpoint))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from operator import lt
+from operator import lt, mul
 from typing import NoReturn, cast
 
 import numpy as np
@@ -220,9 +220,7 @@ class MeshParser(FileParser):
             total *= prod(counts)
             if not 0 < total <= MAX_RANKS:
                 self._corrupt(key, "an impossible mesh", f"up to {MAX_RANKS} ranks", f"{counts}")
-            axes.append(
-                [sum(i * s for i, s in zip(index, strides, strict=True)) for index in product(*map(range, counts))]
-            )
+            axes.append([sum(map(mul, index, strides)) for index in product(*map(range, counts))])
         return axes
 
     def _tensor_ranks(self, pickled: object, key: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
