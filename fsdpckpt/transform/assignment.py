@@ -8,6 +8,7 @@ only if exactly one fits; two show that the answer is ambiguous.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeAlias
@@ -125,3 +126,11 @@ def in_any_order(id_count: int, name_count: int, fits: Fits) -> Answer | None:
         name_of.update(forced)
         taken.update(forced.values())
     return tuple(name_of[number] for number in range(id_count))
+
+
+def may_fit_in_some_order(id_count: int, name_count: int, fits: Fits) -> bool:
+    """False if ids that fit the same names outnumber these: then no order gives each id a name of its own."""
+    if id_count * name_count > _MAX_PAIRS:
+        return True
+    choices = [frozenset(name for name in range(name_count) if fits(number, name)) for number in range(id_count)]
+    return all(len(choice) >= count for choice, count in Counter(choices).items())

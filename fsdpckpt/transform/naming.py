@@ -20,7 +20,7 @@ from fsdpckpt.ir.listing import divided
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import ShownShapes, StateShapes, fits
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order
+from fsdpckpt.transform.assignment import Answer, Fits, in_any_order, in_order, may_fit_in_some_order
 from fsdpckpt.transform.model_positions import by_place, counts_over_model
 from fsdpckpt.transform.parameter_order import ParameterOrder
 
@@ -262,7 +262,26 @@ def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> 
             raise _ambiguous(ids, order, why, _differences(ids, names, answers))
         if answers:
             return ids.named(names[index] for index in answers[0])
-    raise does_not_fit(ids.source, order, _count_mismatch(ids, order) + _misfits(ids, choices[0], order))
+    wrong = _count_mismatch(ids, order) + _misfits(ids, choices[0], order)
+    if order.authoritative:
+        raise does_not_fit(ids.source, order, wrong)
+    return _out_of_order(ids, choices, order, wrong)
+
+
+def _out_of_order(ids: Ids, choices: Sequence[Sequence[str]], order: ParameterOrder, wrong: Sequence[str]) -> NewKeys:
+    """If the job gave its optimizer the parameters in another order than the model's, which no file records: shapes.
+
+    Raises SourceCorruptError, with what is ``wrong`` in the model's order, if no order of the names fits.
+    """
+    for names in choices:
+        may_be = ids.may_be(names, order)
+        answer = in_any_order(len(ids.numbers), len(names), may_be)
+        if answer is not None:
+            return ids.named(names[index] for index in answer)
+    if not may_fit_in_some_order(len(ids.numbers), len(names), may_be):
+        raise does_not_fit(ids.source, order, wrong)
+    why = f"the optimizer has them in another order than {order.source}, and their shapes do not decide which is which"
+    raise _ambiguous(ids, order, why, _candidates(ids, names, may_be))
 
 
 def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:

@@ -117,9 +117,20 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
     message = f"{plural(len(names), 'optimizer id')} became {plural(len(names), 'name')}, from {order.source}; the "
     with_shapes = sum(map(bool, ids.state_shapes))
     message += f"states of {plural(with_shapes, 'parameter')} have the shapes that this needs"
+    if not _keeps_order(optim, names, order):
+        message += ", and the optimizer has its parameters in another order"
     table = Table.of(checkpoint)
     keys = {member: names.get(key, key) for member, key in enumerate(optim.keys)}
     return _with_keys(checkpoint, table, keys, message)
+
+
+def _keeps_order(optim: Optimizer, names: NewKeys, order: ParameterOrder) -> bool:
+    """Whether each group has the parameters in their ``order`` in the model, if that is what it says."""
+    place = _position(order)
+    if place is None or order.groups is not None:
+        return True
+    in_groups = ([place.get(str(names.get(key, key)), -1) for key in keys] for keys in optim.in_groups())
+    return all(places == sorted(places) for places in in_groups)
 
 
 def _doubtful_places(checkpoint: Checkpoint, names: NewKeys) -> Note:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
-from fsdpckpt.transform.assignment import in_any_order, in_order
+from fsdpckpt.transform.assignment import in_any_order, in_order, may_fit_in_some_order
 from tests.flat.flat_synthetic import whole
 
 
@@ -69,6 +69,7 @@ def test_the_search_finds_an_only_answer_and_never_hides_a_second_one(data: st.D
     }
     only = in_any_order(sum(groups), names, lambda number, name: allowed[number][name])
     assert only is None or free == {only}
+    assert may_fit_in_some_order(sum(groups), names, lambda number, name: allowed[number][name]) or not free
 
 
 def test_a_name_that_an_id_has_is_free_for_no_other() -> None:

@@ -203,9 +203,13 @@ NAMES: dict[str, Row] = {
         said=[f"in the order of {OWN_MODEL}", "sorted by name", "--parameters FILE"]),
 
     # Shapes
-    "an order that shapes contradict": Row(ids(IN_ORDER, "ecbanh"), Refused(
-        3, "does not fit", ["id 1 has states of shape [28, 9], c is [9, 28]",
-                            "id 3 has states of shape [9, 28], a is [28, 9]"])),
+    "another order, and shapes do not decide": Row(ids(IN_ORDER, "ecbanh"), Refused(
+        4, [f"in another order than {OWN_MODEL}", "--parameters", "--units"],
+        ["id 4 may be n, h", "id 5 may be n, h"])),
+    "another order, and a list says it": Row(ids(IN_ORDER, "ecbanh"), names=IN_ORDER),
+    "another order that shapes decide": Row(ids("cba", "eabc"), said=["has its parameters in another order"]),
+    "no order fits": Row(ids("nhb", "nbe"), Refused(3, "does not fit", [
+        "id 1 has states of shape [9], b is [28]", "id 2 has states of shape [28], e is [17, 9]"])),
     "fewer parameters than ids": Row(
         ids(IN_ORDER, "eabcn"), Refused(3, f"the optimizer has 6 ids, {OWN_MODEL} 5 parameters")),
     "fewer parameters, and states that fit none of them": Row(
@@ -214,11 +218,8 @@ NAMES: dict[str, Row] = {
             "id 1 has states of shape [28, 9], which no parameter of the units has",
             "id 2 has states of shape [9], which no parameter of the units has"]),
         units=units("eb")),
-    "as many, and no groups can list them so": Row(ids("ae b", "eab"), Refused(3, details=[
-        "id 0 has states of shape [28, 9], e is [17, 9]", "id 1 has states of shape [17, 9], a is [28, 9]"])),
-    "more, and no groups can list them so": Row(ids("ae b", "eabn"), Refused(3, details=[
-        f"the optimizer has 3 ids, {OWN_MODEL} 4 parameters", "id 0 has states of shape [28, 9], e is [17, 9]",
-        "id 1 has states of shape [17, 9], a is [28, 9]"])),
+    "groups in another order": Row(ids("ae b", "eab"), said=["has its parameters in another order"]),
+    "groups in another order, of fewer parameters": Row(ids("ae b", "eabn"), said=["in another order"]),
 
     # What is no parameter of the optimizer
     "a frozen parameter that shapes tell": Row(ids("ebcnh")),
