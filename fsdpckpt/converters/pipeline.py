@@ -292,7 +292,7 @@ class _Conversion:
                     compare=place.complete,
                     reread=self.options.verify is VerifyLevel.FULL,
                     make_output=self.publisher.make_output(),
-                    in_order=place.whole_files,
+                    in_parts=bool(place.part),
                     unverified=self._unverified,
                 )
             except TargetExistsError:

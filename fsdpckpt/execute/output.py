@@ -6,7 +6,7 @@ import os
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -31,26 +31,29 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class OutputState(NamedTuple):
-    """What one rank has written of a target file: its ``parts``, and what ``TargetChecks.pending`` returns."""
+    """What one rank has written of a target file: its ``parts``, and what ``TargetChecks.pending`` returns.
+
+    ``patched``: what the checksums that it has written since change in the CRC-32 of the file.
+    """
 
     parts: Sequence[Part]
     rows: Sequence[tuple[int, int, int, int]]
     deferred: Sequence[tuple[int, bytes]]
+    patched: int = 0
 
 
 @dataclass(eq=False)
 class Output:
     """This rank's windows of one target file, in any order: the first window creates it, the last one commits it.
 
-    ``creates_file``: this rank creates the file; ``sole_writer``: no other rank writes to it. ``may_exist``: an
-    interrupted run may have left it. ``expect_silence(nbytes)`` is called before something that may take long.
+    ``own``: where the bytes that this rank writes begin and end. ``may_exist``: an interrupted run may have left the
+    file. ``expect_silence(nbytes)`` is called before something that may take long.
     ``windows_left``: how many windows are still to be read back, and then to be written.
     """
 
     plan: FilePlan
     path: str
-    creates_file: bool
-    sole_writer: bool
+    own: tuple[int, int]
     may_exist: bool
     expect_silence: Callable[[int], None]
     windows_left: int = 0
@@ -63,6 +66,15 @@ class Output:
         self._file: ByteTarget | None = None
         self._deferred: DeferredChecksums | None = None
         self._patched = 0
+
+    @property
+    def creates_file(self) -> bool:
+        return self.own[0] == 0
+
+    @property
+    def sole_writer(self) -> bool:
+        """Whether no other rank writes to the file."""
+        return self.own == (0, self.plan.nbytes)
 
     @property
     def crc(self) -> int:
@@ -161,9 +173,23 @@ class Output:
             self.open().commit()
         return OutputState(self.parts, *self.checks.pending())
 
-    def finish_shared(self, others: Iterable[OutputState]) -> None:
+    def begin_shared(self) -> str:
+        """On the rank that creates the file: do it. Returns what the other ranks ``join``, if it is an object."""
+        self.open()
+        return ""
+
+    def join(self, upload: str) -> None:
+        """On all ranks that write an object: it can be sent now."""
+
+    def send_held(self, others: Iterable[OutputState]) -> dict[int, str]:
+        """On all ranks that write an object: take the ``export`` of all other ranks, and send what waited for that.
+        Returns what the store said of each part.
+        """
+        return {}
+
+    def finish_shared(self, others: Iterable[OutputState], tags: Mapping[int, str]) -> None:
         """On the rank that created the file: take the ``export`` of all other ranks, patch the checksums and make the
-        file durable.
+        file durable. ``tags``: what ``send_held`` returned, of all ranks.
         """
         for state in others:
             self.parts += state.parts
@@ -320,7 +346,7 @@ class StreamedOutput(Output):
     """A target file that is sent to an object store while it is written: nothing of it is on a disk.
 
     A checksum is written as soon as all of its range is there, and its part of the object is sent then. ``create``
-    makes the object.
+    makes the object. Where other ranks send parts of it, too, those with checksums of their bytes are sent at the end.
     """
 
     def __init__(self, create: Callable[[Output], ObjectFile], *arguments: Any, **keywords: Any) -> None:
@@ -363,6 +389,32 @@ class StreamedOutput(Output):
             else:
                 waiting.append((offset, value))
         self._known = waiting
+
+    def begin_shared(self) -> str:
+        return self._object.begin_shared()
+
+    def join(self, upload: str) -> None:
+        if not self.creates_file:
+            self._object.join(upload)
+
+    def export(self) -> OutputState:
+        rows = [(index, *part) for index, parts in self._parts_of.items() for part in parts]
+        return OutputState(self.parts, rows, self._known, self._patched)
+
+    def send_held(self, others: Iterable[OutputState]) -> dict[int, str]:
+        own = self.export()
+        for state in (own, *others):
+            self.checks.absorb(state.rows, state.deferred)
+        for offset, value in self.checks.patches():
+            self._object.patch(offset, value)
+            self._patched ^= patch_effect(value, self.plan.nbytes - offset - len(value))
+        return dict(self._object.send_held())
+
+    def finish_shared(self, others: Iterable[OutputState], tags: Mapping[int, str]) -> None:
+        for state in others:
+            self.parts += state.parts
+            self._patched ^= state.patched
+        self._object.complete(tags)
 
     def abandon(self) -> None:
         self._object.close()

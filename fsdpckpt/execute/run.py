@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -60,7 +61,7 @@ def execute(
     reread: bool = False,
     apart: frozenset[int] = frozenset(),
     make_output: Callable[..., Output] | None = None,
-    in_order: bool = False,
+    in_parts: bool = False,
     unverified: Mapping[int, Int64Array] | None = None,
 ) -> dict[str, int]:
     """Write every file of ``job`` durably at ``locate(path)``, each part on the rank that owns it. Collective.
@@ -71,9 +72,10 @@ def execute(
     nothing against them; ``reread``: they are also compared with the source. ``compare``: the files exist and are
     compared with what would be written; raises TargetExistsError if they differ. ``apart``: the sources of which ranks
     read copies that only checksums prove to be the same, so that each has to check its own. ``make_output``: makes the
-    target files, with the arguments of ``Output``; they are local files without it. ``in_order``: each is written from
-    its beginning to its end. ``unverified``, on rank 0: what an interrupted run has read without checksums for target
-    files that are not in ``job``, as ``unverified_spans`` returns it.
+    target files, with the arguments of ``Output``; they are local files without it. ``in_parts``: they
+    are objects that are sent in parts, of which none has two writers: each rank writes its own in order.
+    ``unverified``, on rank 0: what an interrupted run has read without checksums for target files that are not in
+    ``job``, as ``unverified_spans`` returns it.
 
     Returns the CRC-32 of each target file by its path, on every rank. Holds at most the buffers that ``job.settings``
     and ``threads`` allow. Raises SourceCorruptError if a record does not match its checksum or a file ended early,
@@ -82,7 +84,7 @@ def execute(
     """
     run = _Run(
         *(group, job, seen_by, sources, locate, threads, progress, recorder, journaled, compare, reread, apart),
-        in_order=in_order,
+        in_parts=in_parts,
         unverified=unverified or {},
     )
     run.make_outputs(make_output or (ComparedOutput if compare else Output))
@@ -119,7 +121,7 @@ class _Run:
     compare: bool
     reread: bool
     apart: frozenset[int]
-    in_order: bool
+    in_parts: bool
     unverified: Mapping[int, Int64Array]
     pool: CopyPool | None = None
 
@@ -141,8 +143,7 @@ class _Run:
                 self.outputs[number] = make_output(
                     file,
                     self.locate(file.path),
-                    creates_file=segment.begin == 0,
-                    sole_writer=(segment.begin, segment.end) == (0, file.nbytes),
+                    own=(segment.begin, segment.end),
                     may_exist=bool(len(job.claims)),
                     expect_silence=self._expect_silence,
                 )
@@ -233,10 +234,29 @@ class _Run:
         return PATIENCE if self.group.world_size > 1 else None
 
     def make_shared_files(self) -> None:
-        shared = [output for output in self.outputs.values() if output.creates_file and not output.sole_writer]
-        with self.group.silent_for(sum(output.plan.nbytes for output in shared) / SLOWEST_DISK):
-            for output in shared:
-                output.open()
+        """Create them, and tell the other writers of an object what the store calls its upload."""
+        shared = self._shared_outputs()
+        begun = {}
+        with self._silent_for([output for output in shared.values() if output.creates_file]):
+            for number, output in shared.items():
+                if output.creates_file:
+                    begun[self.job.segments[number].file] = output.begin_shared()
+        if self.in_parts:
+            uploads: dict[int, str] = {}
+            for each in self.group.all_gather_objects(begun, name="uploads"):
+                uploads.update(cast("dict[int, str]", each))
+            for number, output in shared.items():
+                output.join(uploads[self.job.segments[number].file])
+
+    def _silent_for(self, outputs: Iterable[Output]) -> AbstractContextManager[None]:
+        """While this rank makes or ends these files, no other takes it for lost."""
+        if self.in_parts:
+            return self.group.heartbeat()
+        return self.group.silent_for(sum(output.plan.nbytes for output in outputs) / SLOWEST_DISK)
+
+    def _shared_outputs(self) -> dict[int, Output]:
+        """The target files of this rank that others write, too, by segment."""
+        return {number: output for number, output in self.outputs.items() if not output.sole_writer}
 
     def abandon(self) -> None:
         """After a failure: write the journal, and close what is open."""
@@ -265,7 +285,7 @@ class _Run:
         if self.recorder is not None:
             self.check.new_parts()
             self.recorder.start(self.check.new_parts)
-        pool = self.pool = CopyPool(self.transfers.windows, self.threads, copy, in_order=self.in_order)
+        pool = self.pool = CopyPool(self.transfers.windows, self.threads, copy, in_order=self.in_parts)
         try:
             pool.start()
             if self.exchange is not None:
@@ -284,9 +304,8 @@ class _Run:
     def finish(self) -> dict[str, int]:
         """Finish the files and records that other ranks wrote or read too; return the CRC-32 of every target file."""
         group = self.group
-        shared = {number: output for number, output in self.outputs.items() if not output.sole_writer}
-        nbytes = sum(output.plan.nbytes for output in shared.values())
-        with group.silent_for(nbytes / SLOWEST_DISK):
+        shared = self._shared_outputs()
+        with self._silent_for(shared.values()):
             states = {number: list(output.export()) for number, output in shared.items()}
         sent = self.exchange.sums.by_rank if self.exchange is not None else {}
         staged = (self.staged.parts(), self.staged.wrong)
@@ -300,10 +319,9 @@ class _Run:
         read.append(self._read_missing_parts())
         if len(self.job.claims):
             self._check_staged(read, [staged for _, _, _, staged in by_rank])
-        with group.silent_for(nbytes / SLOWEST_DISK):
-            self._finish_shared(
-                {number: OutputState(*state) for exported, *_ in by_rank for number, state in exported.items()}
-            )
+        self._finish_shared(
+            {number: OutputState(*state) for exported, *_ in by_rank for number, state in exported.items()}
+        )
         crcs = {output.plan.path: output.crc for output in self.outputs.values() if output.creates_file}
         for crcs_of_rank in group.all_gather_objects(crcs, name="checksums"):
             crcs.update(cast("dict[str, int]", crcs_of_rank))
@@ -380,14 +398,28 @@ class _Run:
         return self.sources.open_file(self.job.files[file])
 
     def _finish_shared(self, states: Mapping[int, OutputState]) -> None:
+        """All checksums are known. Of an object every rank sends the parts that waited for them, before the first one
+        completes it.
+        """
+        shared, files = self._shared_outputs(), [segment.file for segment in self.job.segments]
+        tags: dict[int, dict[int, str]] = {}
+        if self.in_parts and self.group.world_size > 1:
+            with self.group.step("send the last parts"), self._silent_for(shared.values()):
+                sent = {number: output.send_held(self._of_others(number, states)) for number, output in shared.items()}
+            for each in self.group.all_gather_objects(sent, name="parts"):
+                for number, of_segment in cast("dict[int, dict[int, str]]", each).items():
+                    tags.setdefault(files[number], {}).update(of_segment)
+        with self._silent_for(shared.values()):
+            for number, output in shared.items():
+                if output.creates_file:
+                    output.finish_shared(self._of_others(number, states), tags.get(files[number], {}))
+
+    def _of_others(self, number: int, states: Mapping[int, OutputState]) -> list[OutputState]:
+        """Those of ``states`` that are of the same file as segment ``number``, and not its own."""
         segments = self.job.segments
-        for number, output in self.outputs.items():
-            if output.creates_file and not output.sole_writer:
-                same_file = (segments[number].file, segments[number].directory)
-                output.finish_shared(
-                    [
-                        state
-                        for other, state in states.items()
-                        if other != number and (segments[other].file, segments[other].directory) == same_file
-                    ]
-                )
+        same_file = (segments[number].file, segments[number].directory)
+        return [
+            state
+            for other, state in states.items()
+            if other != number and (segments[other].file, segments[other].directory) == same_file
+        ]

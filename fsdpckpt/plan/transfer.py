@@ -1,14 +1,14 @@
 """Divides the bytes of all target files among the ranks, and plans how each byte reaches the rank that writes it.
 
 ``partition``: lays the files end to end and cuts them into equal parts, one for each rank, so that the files of one
-target rank stay together. A cut moves to the end of a file if one is near. Inside a file it falls on a disk block, but
-never inside an element that is cast or a window of an interrupted run. ``plan_transfers``: a byte is read by the rank
-that writes it, or sent by a rank that sees its file.
+target rank stay together. A cut moves to the end of a file if one is near. Inside a file it falls on a disk block, or
+between two parts of an object, but never inside an element that is cast or a window of an interrupted run.
+``plan_transfers``: a byte is read by the rank that writes it, or sent by a rank that sees its file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -21,6 +21,8 @@ from fsdpckpt.plan.streams import Parts, StreamLayout, bytes_held, lay_out_strea
 from fsdpckpt.plan.written import BEGIN, END, NOTHING_WRITTEN, rows_of
 
 _SNAP = 0.05  # of a part: a rank may write this fraction more if a file then has one writer instead of two
+# The same of objects: one that several ranks send is complete, and need not be sent again, only when all have ended.
+_SNAP_OBJECTS = 0.4
 _BLOCK = 1 << 16  # bytes: no system in use has larger pages, so no page of a file has two writers
 
 
@@ -45,14 +47,17 @@ def partition(
     *,
     directory: int = 0,
     written: Int64Array = NOTHING_WRITTEN,
+    part: int = 0,
 ) -> list[Segment]:
     """Divide ``files`` (numbers in ``plan``) among ``workers``. Every file has a segment, even an empty one.
 
-    ``written``: rows of ``plan.written``, by file, in order: windows that an interrupted run has written.
+    ``written``: rows of ``plan.written``, by file, in order: windows that an interrupted run has written. ``part``: the
+    files are objects that are sent in parts of so many bytes, and none has two writers.
     """
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    marks = [_snap_to_end(total * part // len(workers), ends, total // len(workers)) for part in range(1, len(workers))]
+    share, snap = total // len(workers), _SNAP_OBJECTS if part else _SNAP
+    marks = [_snap_to_end(total * number // len(workers), ends, share * snap) for number in range(1, len(workers))]
     segments: list[Segment] = []
     begin = 0
     worker = 0
@@ -60,7 +65,8 @@ def partition(
         file = plan.files[number]
         at = 0
         while worker < len(marks) and marks[worker] < end:
-            stop = _outside_window(_last_allowed_cut(file, plan, marks[worker] - begin), rows_of(written, number))
+            stop = _last_allowed_cut(file, plan, marks[worker] - begin, part)
+            stop = _outside_window(stop, rows_of(written, number))
             if stop > at:
                 segments.append(Segment(number, directory, at, stop, workers[worker]))
                 at = stop
@@ -71,35 +77,17 @@ def partition(
     return segments
 
 
-def partition_whole(
-    plan: Plan, files: Sequence[int], workers: Sequence[int], *, directory: int, first: Collection[int]
-) -> list[Segment]:
-    """``partition`` where each file has one writer: that in whose part its middle lies, the lower one of two. The files
-    ``first`` go to the first of ``workers``.
-    """
-    total = max(sum(plan.files[number].nbytes for number in files), 1)
-    segments = []
-    begin = 0
-    for number in files:
-        nbytes = plan.files[number].nbytes
-        part = ((2 * begin + nbytes) * len(workers) - 1) // (2 * total)
-        worker = 0 if number in first else min(max(part, 0), len(workers) - 1)
-        segments.append(Segment(number, directory, 0, nbytes, workers[worker]))
-        begin += nbytes
-    return segments
-
-
-def _snap_to_end(mark: int, ends: Int64Array, share: int) -> int:
-    """``mark``, or the end of a file near it."""
+def _snap_to_end(mark: int, ends: Int64Array, most: float) -> int:
+    """``mark``, or the end of a file that is at most ``most`` bytes from it."""
     index = int(np.searchsorted(ends, mark))
     neighbours = [int(end) for end in ends[max(index - 1, 0) : index + 1]]
     nearest = min([0, *neighbours], key=lambda end: abs(end - mark))
-    return nearest if abs(nearest - mark) <= share * _SNAP else mark
+    return nearest if abs(nearest - mark) <= most else mark
 
 
-def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
-    """The last offset up to ``at`` where ``file`` may be cut; 0 if there is none."""
-    at = at // _BLOCK * _BLOCK
+def _last_allowed_cut(file: FilePlan, plan: Plan, at: int, part: int) -> int:
+    """The last offset up to ``at`` where ``file`` may be cut; 0 if there is none. ``part``: as for ``partition``."""
+    at = at // (part or _BLOCK) * (part or _BLOCK)
     write_item = int(np.searchsorted(file.write_items[:, 0], at, side="right")) - 1
     if write_item < 0 or not plan.casts:
         return at
@@ -108,8 +96,11 @@ def _last_allowed_cut(file: FilePlan, plan: Plan, at: int) -> int:
     cast = int(file.copies.cast[rows].max())  # the same for all copies of a write item
     if at >= offset + nbytes or cast < 0:
         return at
+    inside = (at - int(offset)) % plan.casts[cast][1].itemsize
+    if part and inside:  # as between all parts of a tensor that is not aligned: look in front of it
+        return _last_allowed_cut(file, plan, int(offset), part)
     # If the tensor is not aligned, the cut is inside a block, to which two workers then write different bytes.
-    return at - (at - int(offset)) % plan.casts[cast][1].itemsize
+    return at - inside
 
 
 def _outside_window(at: int, written: Int64Array) -> int:

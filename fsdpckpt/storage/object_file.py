@@ -3,13 +3,16 @@
 A part is held in memory until all of its bytes are there, and until every byte elsewhere that decides one of its own is
 there too: a zip file has the checksum of a record before the record. Windows of a file are written nearly in order, so
 that few parts are held at a time.
+
+Several processes may send one object: each has a range of it that begins and ends with a part. One begins the upload,
+the others join it. A part with a checksum of bytes that another one has is held to the end.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -52,10 +55,17 @@ def needs_of_parts(nbytes: int, part: int, checksums: Int64Array) -> Int64Array:
     rows = checksums[checksums[:, 0] < checksums[:, 1]]
     for column in range(2, rows.shape[1]):
         stored = rows[rows[:, column] >= 0]
-        for at in (stored[:, column], stored[:, column] + 3):  # it may lie in two parts
-            np.minimum.at(needs[:, 0], at // part, stored[:, 0])
-            np.maximum.at(needs[:, 1], at // part, stored[:, 1])
+        place = stored[:, column]
+        for at in (place, place + 3):  # it may lie in two parts, and is written into both at once
+            np.minimum.at(needs[:, 0], at // part, np.minimum(stored[:, 0], place))
+            np.maximum.at(needs[:, 1], at // part, np.maximum(stored[:, 1], place + 4))
     return needs
+
+
+def parts_held(needs: Int64Array, part: int, begin: int, end: int) -> int:
+    """How many parts of the range [begin, end) wait for bytes outside of it; ``needs``: from ``needs_of_parts``."""
+    own = needs[begin // part : -(-end // part)]
+    return int(((own[:, 0] < begin) | (own[:, 1] > end)).sum())
 
 
 class ObjectFile:
@@ -64,11 +74,15 @@ class ObjectFile:
     ``settle(begin, end)`` says that a range is written for good, apart from bytes that ``patch`` changes while their
     part is held. ``before``: called before the request that completes the object; ``completed``: after it. Nothing is
     visible before.
+
+    ``own``: the range that this process writes and sends, by default all of it. Else the object is not complete with
+    its last byte: ``begin_shared`` or ``join`` come before the first, ``send_held`` after it, and then, on the process
+    that began, ``complete``.
     """
 
     def __init__(
         self, remote: RemoteTarget, name: str, nbytes: int, *, part: int, checksums: Int64Array,
-        completed: Callable[[], None], before: Callable[[], None] | None = None,
+        completed: Callable[[], None], before: Callable[[], None] | None = None, own: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         self.path = f"{remote.url}/{name}" if name else remote.url
         self.nbytes = nbytes
@@ -80,7 +94,9 @@ class ObjectFile:
         self._completed = completed
         self._needs = needs_of_parts(nbytes, part, checksums)
         self._held: dict[int, bytearray] = {}
-        self._left = len(self._needs)  # parts that were not sent
+        self._own = (0, nbytes) if own is None else own
+        self._shared = self._own != (0, nbytes)
+        self._left = max(-(-self._own[1] // part) - self._own[0] // part, 1)  # parts that were not sent
         self._parts: PartsUpload | None = None
         self._complete = False  # all parts may have been sent without that: its own request can fail
         self._closed = False
@@ -99,7 +115,13 @@ class ObjectFile:
             done += count
 
     def patch(self, offset: int, data: bytes) -> None:
-        """Change bytes that were written. Raises InternalError if their part was sent."""
+        """Change bytes that were written, of those that this process sends. Raises InternalError if their part was
+        sent.
+        """
+        begin, end = max(offset, self._own[0]), min(offset + len(data), self._own[1])
+        if begin >= end:
+            return
+        offset, data = begin, data[begin - offset : end - offset]
         for number in {offset // self._part, (offset + len(data) - 1) // self._part}:
             if number not in self._held:
                 raise InternalError(f"{self.path}: part {number + 1} was sent before it was complete")
@@ -123,7 +145,7 @@ class ObjectFile:
             return [(number, self._held.pop(number)) for number in numbers]
 
     def send(self, number: int, data: bytearray) -> None:
-        """Send one part. The last one completes the object. Does nothing after ``close``."""
+        """Send one part. The last one completes an object that no other process sends. Does nothing after ``close``."""
         with self._lock:
             if self._closed:
                 return
@@ -137,7 +159,7 @@ class ObjectFile:
             with self._lock:
                 self._left -= 1
                 last = not self._left and not self._closed
-            if last:
+            if last and not self._shared:
                 if self._parts is not None:
                     self._prepare_last()
                     self._parts.complete()
@@ -147,6 +169,35 @@ class ObjectFile:
             with self._lock:
                 self._sending -= 1
                 self._changed.notify_all()
+
+    def begin_shared(self) -> str:
+        """Begin an object that others send, too. Returns what they ``join``."""
+        return self._upload().upload
+
+    def join(self, upload: str) -> None:
+        """Send parts of the object that another process has begun."""
+        with self._lock:
+            self._parts = self._remote.in_parts(self._name, upload)
+
+    def send_held(self) -> Mapping[int, str]:
+        """Send what is held, now that all of its checksums are known. Returns what the store said of all parts."""
+        with self._lock:
+            held, self._held = self._held, {}
+        for number, data in held.items():
+            self.send(number, data)
+        self.commit()
+        return self._upload().tags
+
+    def complete(self, tags: Mapping[int, str]) -> None:
+        """Make the object of the parts that all processes have sent; ``tags``: what the store said of each."""
+        if len(tags) != len(self._needs):
+            raise InternalError(f"{self.path}: {len(tags)} of {len(self._needs)} parts were sent")
+        parts = self._upload()
+        parts.tags.update(tags)
+        self._prepare_last()
+        parts.complete()
+        self._complete = True
+        self._completed()
 
     def _prepare_last(self) -> None:
         if self._before is not None:

@@ -35,20 +35,33 @@ def package_of(filesystem: Any) -> str:
 
 
 class PartsUpload(ABC):
-    """An upload of the object at ``path`` of ``filesystem``, which messages call ``url``. Thread-safe."""
+    """An upload of the object at ``path`` of ``filesystem``, which messages call ``url``. Thread-safe.
 
-    def __init__(self, filesystem: Any, path: str, url: str) -> None:
+    ``upload``: what the store calls it. Who is told that may send parts of the same object; ``tags`` are what the store
+    answered to each part by its number, and who completes the object needs those of all. Raises TargetUnwritableError.
+    """
+
+    def __init__(self, filesystem: Any, path: str, url: str, upload: str = "") -> None:
         self._filesystem = filesystem
         self._bucket, self._key = filesystem.split_path(path)[:2]
         self._url = url
+        self.tags: dict[int, str] = {}
+        self.upload = upload or self._begin()
 
     @abstractmethod
+    def _begin(self) -> str:
+        """Begin a new upload."""
+
     def send(self, number: int, data: bytes | bytearray) -> None:
         """Send part ``number``, counted from 0. Raises TargetUnwritableError."""
+        self.tags[number] = self._send(number, data, f"uploading part {number + 1}")
+
+    @abstractmethod
+    def _send(self, number: int, data: bytes | bytearray, action: str) -> str: ...
 
     @abstractmethod
     def complete(self) -> None:
-        """Make the object of all parts that were sent. Raises TargetUnwritableError."""
+        """Make the object of all parts in ``tags``. Raises TargetUnwritableError."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -63,24 +76,21 @@ class PartsUpload(ABC):
 
 
 class S3Upload(PartsUpload):
-    def __init__(self, filesystem: Any, path: str, url: str) -> None:
-        super().__init__(filesystem, path, url)
-        self._upload = self._call("create_multipart_upload", "beginning the upload")["UploadId"]
-        self._tags: dict[int, str] = {}
+    def _begin(self) -> str:
+        return str(self._call("create_multipart_upload", "beginning the upload")["UploadId"])
 
-    def send(self, number: int, data: bytes | bytearray) -> None:
-        action = f"uploading part {number + 1}"
-        answer = self._call("upload_part", action, UploadId=self._upload, PartNumber=number + 1, Body=data)
-        self._tags[number] = answer["ETag"]
+    def _send(self, number: int, data: bytes | bytearray, action: str) -> str:
+        part = {"UploadId": self.upload, "PartNumber": number + 1, "Body": data}
+        return str(self._call("upload_part", action, **part)["ETag"])
 
     def complete(self) -> None:
-        parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self._tags.items())]
-        upload = {"UploadId": self._upload, "MultipartUpload": {"Parts": parts}}
+        parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self.tags.items())]
+        upload = {"UploadId": self.upload, "MultipartUpload": {"Parts": parts}}
         self._call("complete_multipart_upload", "ending the upload", **upload)
 
     def abort(self) -> None:
         with suppress(TargetUnwritableError):  # the next run aborts it, and the cause is what matters
-            self._call("abort_multipart_upload", "removing the parts of a failed upload", UploadId=self._upload)
+            self._call("abort_multipart_upload", "removing the parts of a failed upload", UploadId=self.upload)
 
     def _call(self, method: str, action: str, **options: Any) -> Any:
         return _s3(self._filesystem, self._url, method, action, Bucket=self._bucket, Key=self._key, **options)
@@ -104,23 +114,20 @@ def _s3(filesystem: Any, url: str, method: str, action: str, **options: Any) -> 
 
 
 class GoogleUpload(PartsUpload):
-    def __init__(self, filesystem: Any, path: str, url: str) -> None:
-        super().__init__(filesystem, path, url)
+    def _begin(self) -> str:
         _, answer = self._call("POST", "?uploads", "beginning the upload")
-        self._upload = _only(answer, "UploadId", url)
-        self._tags: dict[int, str] = {}
+        return _only(answer, "UploadId", self._url)
 
-    def send(self, number: int, data: bytes | bytearray) -> None:
-        query = f"?partNumber={number + 1}&{self._query}"
-        headers, _ = self._call("PUT", query, f"uploading part {number + 1}", data=bytes(data))
-        self._tags[number] = str(headers["ETag"])
+    def _send(self, number: int, data: bytes | bytearray, action: str) -> str:
+        headers, _ = self._call("PUT", f"?partNumber={number + 1}&{self._query}", action, data=bytes(data))
+        return str(headers["ETag"])
 
     def complete(self) -> None:
         from html import escape
 
         parts = "".join(
             f"<Part><PartNumber>{number + 1}</PartNumber><ETag>{escape(tag, quote=False)}</ETag></Part>"
-            for number, tag in sorted(self._tags.items())
+            for number, tag in sorted(self.tags.items())
         )
         body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>"
         self._call("POST", f"?{self._query}", "ending the upload", data=body.encode())
@@ -131,7 +138,7 @@ class GoogleUpload(PartsUpload):
 
     @property
     def _query(self) -> str:
-        return f"uploadId={quote(self._upload, safe='')}"
+        return f"uploadId={quote(self.upload, safe='')}"
 
     def _call(self, method: str, query: str, action: str, data: bytes | None = None) -> tuple[Mapping[str, str], bytes]:
         resource = f"{self._bucket}/{quote(self._key)}{query}"
@@ -183,20 +190,18 @@ def _only(answer: bytes, name: str, url: str) -> str:
 class AzureUpload(PartsUpload):
     """adlfs's own file object is not used: it turns every failure of a block into a RuntimeError."""
 
-    def __init__(self, filesystem: Any, path: str, url: str) -> None:
-        super().__init__(filesystem, path, url)
-        self._run = uuid.uuid4().hex  # keeps blocks of other uploads of this blob apart
-        self._numbers: set[int] = set()
+    def _begin(self) -> str:
+        return uuid.uuid4().hex  # keeps blocks of other uploads of this blob apart
 
-    def send(self, number: int, data: bytes | bytearray) -> None:
+    def _send(self, number: int, data: bytes | bytearray, action: str) -> str:
         content = bytes(data)
-        self._call("stage_block", f"uploading part {number + 1}", self._block(number), content, length=len(content))
-        self._numbers.add(number)
+        self._call("stage_block", action, self._block(number), content, length=len(content))
+        return ""  # Azure knows blocks by the names that they were given
 
     def complete(self) -> None:
         from azure.storage.blob import BlobBlock
 
-        blocks = [BlobBlock(self._block(number)) for number in sorted(self._numbers)]
+        blocks = [BlobBlock(self._block(number)) for number in sorted(self.tags)]
         marked = {"is_directory": "false"}  # as adlfs does
         self._call("commit_block_list", "ending the upload", blocks, metadata=marked)
 
@@ -204,7 +209,7 @@ class AzureUpload(PartsUpload):
         """Blocks cannot be deleted. Azure does it after a week, or when other blocks are committed."""
 
     def _block(self, number: int) -> str:
-        return f"{self._run}-{number:06}"  # all names have one length, as Azure requires
+        return f"{self.upload}-{number:06}"  # all names have one length, as Azure requires
 
     def _call(self, method: str, action: str, *arguments: object, **keywords: object) -> None:
         from fsspec.asyn import sync
@@ -241,9 +246,11 @@ def renames_at_once(filesystem: Any) -> bool:
     return package_of(filesystem) != "adlfs"
 
 
-def begin_parts(filesystem: Any, path: str, url: str) -> PartsUpload:
-    """Begin to send the object at ``path`` in parts. Raises TargetUnwritableError."""
-    return _KINDS[package_of(filesystem)](filesystem, path, url)
+def begin_parts(filesystem: Any, path: str, url: str, upload: str = "") -> PartsUpload:
+    """Begin to send the object at ``path`` in parts, or join the ``upload`` that another process has begun. Raises
+    TargetUnwritableError.
+    """
+    return _KINDS[package_of(filesystem)](filesystem, path, url, upload)
 
 
 def abort_leftovers(filesystem: Any, path: str, url: str, names: Collection[str] | None = None) -> None:

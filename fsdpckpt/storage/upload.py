@@ -267,9 +267,9 @@ class RemoteTarget:
         """Whether a finished file is sent in parts: to Google it goes as gcsfs sends it, one part after the other."""
         return takes_parts(self.filesystem) and package_of(self.filesystem) != "gcsfs"
 
-    def in_parts(self, name: str) -> PartsUpload:
-        """Begin to send the object ``name`` in parts."""
-        return begin_parts(self.filesystem, self._path(name), self._url(name))
+    def in_parts(self, name: str, upload: str = "") -> PartsUpload:
+        """Begin to send the object ``name`` in parts, or join the ``upload`` of another process."""
+        return begin_parts(self.filesystem, self._path(name), self._url(name), upload)
 
     def put(self, name: str, data: bytes | bytearray) -> None:
         """Make ``data`` the object ``name``, in one request."""

@@ -6,7 +6,9 @@ import os
 import pickle
 import random
 import tempfile
+import zlib
 from collections import Counter
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceMissingError, WorkerError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.job import Job, JobSettings, pack_job, unpack_job
-from fsdpckpt.execute.output import Output, write_window
+from fsdpckpt.execute.output import Output, StreamedOutput, write_window
 from fsdpckpt.execute.send_recv import ReceiveBuffers, SentSums, StreamReader
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums
@@ -29,6 +31,7 @@ from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.plan import transfer as partitioning
 from fsdpckpt.plan.transfer import Segment, TransferPlan, partition, plan_transfers, target_node
 from fsdpckpt.storage import ByteSource
+from fsdpckpt.storage.object_file import ObjectFile
 from fsdpckpt.storage.sources import Sources
 from tests.execute.random_files import Disk, random_files
 
@@ -46,10 +49,45 @@ class Machine(Sources):
         return super().open_new(path)
 
 
-class Worker:
-    """One worker's routes, buffers and files."""
+class Uploads:
+    """What ``ObjectFile`` asks of a ``RemoteTarget`` and a ``PartsUpload``: a store that saves objects in ``folder``.
 
-    def __init__(self, rank: int, job: Job, seen_by: np.ndarray, folder: str) -> None:
+    ``sums``: the CRC-32 that an output has found of each object.
+    """
+
+    def __init__(self, folder: str, part: int, name: str = "", upload: str = "") -> None:
+        self.url, self.part, self.name, self.upload = folder, part, name, upload or "new"
+        self.tags: dict[int, str] = {}
+        self.sums: dict[str, int] = {}
+
+    def in_parts(self, name: str, upload: str = "") -> Uploads:
+        return Uploads(self.url, self.part, name, upload)
+
+    def send(self, number: int, data: bytearray) -> None:
+        assert number not in self.tags
+        self.tags[number] = bytes(data).hex()
+
+    def put(self, name: str, data: bytearray) -> None:
+        with open(os.path.join(self.url, name), "xb") as file:
+            file.write(data)
+
+    def complete(self) -> None:
+        self.put(self.name, b"".join(bytes.fromhex(self.tags[number]) for number in sorted(self.tags)))
+
+    def create(self, output: Output) -> ObjectFile:
+        def completed() -> None:
+            self.sums[plan.path] = output.crc
+
+        plan, own = output.plan, output.own
+        return ObjectFile(
+            self, plan.path, plan.nbytes, part=self.part, checksums=plan.checksums, completed=completed, own=own
+        )  # type: ignore[arg-type]
+
+
+class Worker:
+    """One worker's routes, buffers and files; or objects, for ``uploads``."""
+
+    def __init__(self, rank: int, job: Job, seen_by: np.ndarray, folder: str, uploads: Uploads | None = None) -> None:
         window, round_bytes = job.settings.window, job.settings.round_bytes
         self.transfers: TransferPlan = plan_transfers(
             job.plan, job.segments, seen_by, rank=rank, window=window, round_bytes=round_bytes, written=job.claims
@@ -70,11 +108,11 @@ class Worker:
         self.outputs: dict[int, Output] = {}
         for number in count:
             segment, file = job.segments[number], self.transfers.files[number]
-            self.outputs[number] = Output(
+            make = Output if uploads is None else partial(StreamedOutput, uploads.create)
+            self.outputs[number] = make(
                 file,
                 os.path.join(folder, file.path),
-                creates_file=segment.begin == 0,
-                sole_writer=segment.end - segment.begin == file.nbytes,
+                own=(segment.begin, segment.end),
                 may_exist=False,
                 expect_silence=lambda _: None,
                 windows_left=count[number],
@@ -89,17 +127,19 @@ class Worker:
                     self.buffers.written(number)
 
 
-def run(job: Job, seen_by: np.ndarray, folder: str, *, flip: int | None = None) -> list[int]:
+def run(
+    job: Job, seen_by: np.ndarray, folder: str, *, flip: int | None = None, uploads: Uploads | None = None
+) -> list[int]:
     """As ``execute`` does, without processes. In the byte number ``flip`` that crosses one bit changes.
 
     Returns the workers that find what came to them changed.
     """
     crossed = 0
-    workers = [Worker(rank, job, seen_by, folder) for rank in range(seen_by.shape[1])]
+    workers = [Worker(rank, job, seen_by, folder, uploads) for rank in range(seen_by.shape[1])]
     for worker in workers:
         for output in worker.outputs.values():
-            if output.creates_file:
-                output.open()
+            if not output.sole_writer:
+                output.begin_shared() if output.creates_file else output.join("begun")
         worker.copy(-1)
     rounds = max(worker.transfers.rounds for worker in workers)
     sent: Counter[tuple[int, int]] = Counter()
@@ -127,16 +167,16 @@ def run(job: Job, seen_by: np.ndarray, folder: str, *, flip: int | None = None) 
                 sent[rank, peer] += int(counts[number])
         for worker in workers if number - held + 1 >= 0 else ():  # as late as the buffers allow
             worker.copy(number - held + 1)
-    states = {
-        number: output.export() for w in workers for number, output in w.outputs.items() if not output.sole_writer
-    }
-    for worker in workers:
-        for number, output in worker.outputs.items():
-            if output.creates_file and not output.sole_writer:
-                file = job.segments[number].file
-                output.finish_shared(
-                    [s for other, s in states.items() if other != number and job.segments[other].file == file]
-                )
+    shared = {number: output for w in workers for number, output in w.outputs.items() if not output.sole_writer}
+    states = {number: output.export() for number, output in shared.items()}
+    files = [segment.file for segment in job.segments]
+    others = {n: [s for other, s in states.items() if other != n and files[other] == files[n]] for n in shared}
+    tags: dict[int, dict[int, str]] = {}
+    for number, output in shared.items():
+        tags.setdefault(files[number], {}).update(output.send_held(others[number]))
+    for number, output in shared.items():
+        if output.creates_file:
+            output.finish_shared(others[number], tags[files[number]])
     for worker in workers:
         received = sum((int(counts.max()) for counts in worker.transfers.receives.values() if len(counts)), 0)
         assert received <= len(worker.transfers.receives) * job.settings.round_bytes
@@ -169,17 +209,20 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
             row[rng.randrange(count)] = True
         writers = sorted(rng.sample(range(count), rng.randrange(1, count + 1)))
         window = rng.choice([16, 48, 96, 4096])
+        uploads = Uploads(folder, rng.choice([16, 48, 112, 1024])) if rng.random() < 0.5 else None
         with patch.object(partitioning, "_BLOCK", rng.choice([1, 16])):
-            segments = tuple(partition(plan, range(len(files)), writers))
+            part = 0 if uploads is None else uploads.part
+            segments = tuple(partition(plan, range(len(files)), writers, part=part))
         job = Job(
             plan, sources, Checksums.of([]), segments, JobSettings(window, 0, 4 * window, rng.randrange(1, 5), 256)
         )
         again = unpack_job(pack_job(job))
         assert pickle.dumps(pack_job(again)) == pickle.dumps(pack_job(job))
-        assert run(again, seen_by, folder) == []
+        assert run(again, seen_by, folder, uploads=uploads) == []
         for file, expected in zip(files, wanted, strict=True):
             with open(os.path.join(folder, file.path), "rb") as stream:
                 assert stream.read() == expected
+            assert uploads is None or uploads.sums[file.path] == zlib.crc32(expected)
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])

@@ -59,9 +59,7 @@ def test_windows_of_any_cut_are_taken_up_by_a_run_that_cuts_otherwise(tmp_path: 
 
 def _output(made: Scene, number: int) -> Output:
     file = made.plan.files[number]
-    return Output(
-        file, made.locate(file.path), creates_file=True, sole_writer=True, may_exist=True, expect_silence=lambda _: None
-    )
+    return Output(file, made.locate(file.path), own=(0, file.nbytes), may_exist=True, expect_silence=lambda _: None)
 
 
 def _kept(output: Output, claims: np.ndarray) -> list[tuple[int, int]]:

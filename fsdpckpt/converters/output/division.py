@@ -15,7 +15,7 @@ from fsdpckpt.execute.journal import JournaledWindows
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Plan
-from fsdpckpt.plan.transfer import SeenBy, Segment, partition, partition_whole, target_node
+from fsdpckpt.plan.transfer import SeenBy, Segment, partition, target_node
 from fsdpckpt.plan.written import CLAIM_COLUMNS, NOTHING_WRITTEN
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.upload import UPLOADED_LAST
@@ -57,9 +57,8 @@ def assign_segments(
     full checkpoint, which is not loaded by ranks, goes to the first node.
     """
     first = places.places[0]
-    if first.whole_files:
-        lists = [number for number, file in enumerate(plan.files) if file.path.endswith(UPLOADED_LAST)]
-        return partition_whole(plan, range(len(plan.files)), first.workers, directory=first.number, first=lists)
+    if first.part:
+        return assign_parts(plan, first.workers, first.part)
     files: dict[int, list[int]] = {directory: [] for directory in range(len(places.places))}
     ranks = [_rank_of(file.path) for file in plan.files]
     world_size = spec.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)
@@ -84,6 +83,16 @@ def assign_segments(
             written=written.get(directory, NOTHING_WRITTEN),
         )
     ]
+
+
+def assign_parts(plan: Plan, workers: Sequence[int], part: int) -> list[Segment]:
+    """``assign_segments`` for objects that are sent in parts of ``part`` bytes. The first of ``workers`` has the files
+    that list others: they are sent last.
+    """
+    lists = [number for number, file in enumerate(plan.files) if file.path.endswith(UPLOADED_LAST)]
+    data = [number for number in range(len(plan.files)) if number not in lists]
+    segments = [Segment(number, 0, 0, plan.files[number].nbytes, workers[0]) for number in lists]
+    return [*partition(plan, data, workers, part=part), *segments]
 
 
 def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Segment]) -> Int64Array:

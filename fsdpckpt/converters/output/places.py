@@ -31,8 +31,8 @@ class Place:
 
     ``leader``: the worker that makes and commits it. ``workers``: those that see it and write there. ``path``: the
     directory itself; ``file``: the path in it of a target that is one file. ``complete``: it is DST itself, which
-    exists and is compared with the planned output. ``whole_files``: one worker writes each file, from its beginning to
-    its end, and the leader those that list others.
+    exists and is compared with the planned output. ``part``: the files are objects that are sent in parts of so many
+    bytes: none has two writers, each writes its own in order, and the leader the files that list others.
     """
 
     number: int
@@ -41,7 +41,7 @@ class Place:
     path: str
     file: str
     complete: bool = False
-    whole_files: bool = False
+    part: int = 0
 
     @property
     def root(self) -> str:

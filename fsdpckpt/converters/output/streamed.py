@@ -7,9 +7,10 @@ are kept in the spool of rank 0 until then. A DST that is one object is sent und
 there, and moved by the store, so that it appears, or replaces an older one, at once. A store that has no such move
 (Azure) gets one object from the spool (``Spooled``).
 
-Of several workers each sends whole objects: a part is held until the checksums in it are known, and those of another
-worker's bytes are known late. It assembles an object from its beginning to its end, also where it waits for bytes that
-only other workers see, so that few parts are held at a time.
+Of several workers each sends whole objects, or parts of one that is too large for that: none has two senders. A worker
+assembles its parts in order, also where it waits for bytes that only other workers see, so that few are held at a time:
+those with checksums of bytes that are not there yet. Those of other workers' bytes are known when all are copied; then
+the worker that began the object completes it.
 
 An older checkpoint in a directory has to stay whole until the new one is checked: it is replaced from the spool
 (``Spooled``), as is everything where the user names a directory for it, or an earlier run has left its output there.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +33,7 @@ from typing import Any, cast
 from fsdpckpt import flags
 from fsdpckpt.converters.linking import Linking
 from fsdpckpt.converters.output.announced import AnnouncedSources
+from fsdpckpt.converters.output.division import assign_parts
 from fsdpckpt.converters.output.places import OutputPlaces, Place
 from fsdpckpt.converters.output.publisher import (
     Holders,
@@ -58,7 +61,7 @@ from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import UPLOADING
 from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
 from fsdpckpt.storage.local import replace_file, target_errors
-from fsdpckpt.storage.object_file import ObjectFile
+from fsdpckpt.storage.object_file import ObjectFile, needs_of_parts, parts_held
 from fsdpckpt.storage.parts import MAX_PARTS, renames_at_once, takes_parts
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.sources import Sources
@@ -66,6 +69,8 @@ from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget, refuse_
 from fsdpckpt.text import plural, size_text
 
 PART = 5 << 20  # bytes: the smallest part that S3 takes
+_ALIGNED = 64  # bytes: parts of any object begin between elements of any dtype, where its tensors do
+_NEVER_CUT = 1 << 62  # bytes: larger than any object
 _HIDDEN = ".{}.fsdpckpt-staging"  # the directory beside DST, in the store, where a DST of one object is checked
 
 
@@ -147,6 +152,8 @@ class Streamed(Spooled):
         self._begun_there = False
         self._budget = Budget(1, SMALLEST_WINDOW)  # of each rank
         self._part = PART
+        self._held = 0  # the most parts of which a rank waits for what others write
+        self._shares = True  # whether several ranks send one object
         self._published = False
 
     def look(self) -> None:
@@ -164,9 +171,11 @@ class Streamed(Spooled):
             if plan is not None:
                 one_object = [file.path for file in plan.files] == [""]
                 self._divide_memory(budget, plan)
-        numbers = (self._part, self._budget.threads, self._budget.window, one_object)
+        numbers = (self._part, self._budget.threads, self._budget.window, one_object, self._held, self._shares)
         shared = self.group.broadcast_object(numbers, name="the memory")
-        self._part, threads, window, one_object = cast("tuple[int, int, int, bool]", shared)
+        self._part, threads, window, one_object, self._held, self._shares = cast(
+            "tuple[int, int, int, bool, int, bool]", shared
+        )
         if one_object and not self._compares and not renames_at_once(self._store.filesystem):
             raise StagingNeededError
         self._budget = Budget(threads, window)
@@ -178,8 +187,8 @@ class Streamed(Spooled):
 
     @property
     def _memory(self) -> int:
-        """Bytes of the whole: see ``budget_for``."""
-        return self.options.max_memory + self._part
+        """Bytes of the whole but the parts that wait for other ranks: see ``budget_for``."""
+        return self.options.max_memory + self._part - self._held * self._part
 
     @property
     def _of_parts(self) -> int:
@@ -188,7 +197,7 @@ class Streamed(Spooled):
 
     def _divide_memory(self, budget: Budget, plan: Plan) -> None:
         longest = max((file.nbytes for file in plan.files), default=0)
-        self._part = max(PART, -(-longest // MAX_PARTS))
+        self._part = max(PART, -(-longest // (MAX_PARTS * _ALIGNED)) * _ALIGNED)
         needed = _memory_for(self._part, self.group.world_size)
         if needed > self.options.max_memory:
             raise UsageError(
@@ -199,10 +208,25 @@ class Streamed(Spooled):
                 next_step=f"{flags.max_memory(f'{-(-needed >> 20)}MiB')}, or {flags.staging('DIR')} with room for all "
                 "of the output",
             )
+        held = self._most_held(plan)
+        self._shares = needed + held * self._part <= self.options.max_memory
+        self._held = held if self._shares else 0
         share = self._of_parts + BUFFERS_PER_THREAD * (LARGEST_WINDOW // 2)
         threads = max(min(budget.threads, self._memory // share), 1)
         window = (self._memory // threads - self._of_parts) // BUFFERS_PER_THREAD // SMALLEST_WINDOW * SMALLEST_WINDOW
         self._budget = Budget(threads, max(min(window, LARGEST_WINDOW), SMALLEST_WINDOW))
+
+    def _most_held(self, plan: Plan) -> int:
+        """The most parts that a rank holds until others know the checksums in them."""
+        if self.group.world_size == 1:
+            return 0
+        held: Counter[int] = Counter()
+        for segment in assign_parts(plan, range(self.group.world_size), self._part):
+            file = plan.files[segment.file]
+            if (segment.begin, segment.end) != (0, file.nbytes):
+                needs = needs_of_parts(file.nbytes, self._part, file.checksums)
+                held[segment.owner] += parts_held(needs, self._part, segment.begin, segment.end)
+        return max(held.values(), default=0)
 
     def find_work(self, prepared: Prepared, budget: Budget, sources: Sources) -> Note | None:
         if not self._spool.journals():
@@ -215,7 +239,8 @@ class Streamed(Spooled):
         self._staged = "" if directory else self._hidden_name()
         path = store.url if directory or self._compares else f"{store.url.rpartition('/')[0]}/{self._staged}"
         workers = tuple(range(self.group.world_size))
-        place = Place(0, 0, workers, path, path, complete=self._compares, whole_files=True)
+        part = self._part if self._shares else _NEVER_CUT
+        place = Place(0, 0, workers, path, path, complete=self._compares, part=part)
         self._places = OutputPlaces((place,), (0,) * len(workers))
         return self._places
 
@@ -348,6 +373,7 @@ class Streamed(Spooled):
                 checksums=output.plan.checksums,
                 completed=lambda: self._note_sent(objects, name, output),
                 before=require_own,
+                own=output.own,
             )
 
         def make(plan: FilePlan, path: str, **keywords: Any) -> Output:
@@ -362,7 +388,8 @@ class Streamed(Spooled):
     def _note_sent(self, objects: RemoteTarget, name: str, output: Output) -> None:
         plan = output.plan
         tag = objects.tag_of(name, plan.nbytes)
-        received = bool((plan.copies.file >= self._source_files).any())  # behind the files are streams of other ranks
+        streams = bool((plan.copies.file >= self._source_files).any())  # of other ranks, behind the source files
+        received = streams or not output.sole_writer
         if self._journal is not None:
             self._journal.sent(SentObject(plan.path, plan.nbytes, tag, output.crc, received))
 
@@ -421,14 +448,14 @@ class Streamed(Spooled):
         notes = report.notes
         if not report.dry_run and os.path.lexists(self._spool.root):
             notes = (*notes, self._left_behind_note())
-        memory = self._budget.nbytes + self._budget.threads * self._of_parts
+        memory = self._budget.nbytes + self._budget.threads * self._of_parts + self._held * self._part
         return replace(
             report.uploaded_to(self._url),
             notes=notes,
             replaced=self._replaced,
             streamed=True,
             disk_free=None,
-            peak_memory_planned=min(memory, self._memory),
+            peak_memory_planned=min(memory, self.options.max_memory + self._part),
         )
 
     def discard_useless(self, error: BaseException, *, several_journals: bool) -> None:

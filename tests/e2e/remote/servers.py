@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 NGINX = """
 {user}
@@ -112,8 +112,9 @@ class Seen:
 
 
 Fault = Callable[[str, str, int | None], str | None]
-"""(method, path, begin of the range) to "500", "503" or another status, with S3's code behind it ("403 AccessDenied"),
-"reset", "short", "stall", "flip" (one bit of what is sent), or None for a proper answer."""
+"""(method, path, begin of the range or number of the part that is sent) to "500", "503" or another status, with S3's
+code behind it ("403 AccessDenied"), "reset", "short", "stall", "flip" (one bit of what is sent), or None for a proper
+answer."""
 
 
 @dataclass
@@ -168,7 +169,9 @@ def proxy(backend: str) -> Iterator[Proxy]:
             asked = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
             begin = int(asked[0]) if asked[0] else None
             nbytes = int(asked[2]) - int(asked[0]) + 1 if asked[0] and asked[2] else None
-            kind = state.fault(self.command, path, begin) if state.fault is not None else None
+            number = parse_qs(split.query).get("partNumber")
+            where = begin if number is None else int(number[0])
+            kind = state.fault(self.command, path, where) if state.fault is not None else None
             if kind is not None and kind[:3].isdecimal():
                 status, _, code = kind.partition(" ")
                 text = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode() if code else b""

@@ -190,3 +190,68 @@ def test_one_object_is_sent_by_one_worker_with_the_bytes_that_only_the_other_see
     assert content(s3, "one.pt") == (tmp_path / "alone.pt").read_bytes()
     assert not any("fsdpckpt-staging" in key for key in keys(s3, ""))
     assert [list(path.iterdir()) for path in apart[str(temporary)]] == [[], []]
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Five parts as one object. A record of it lies in what both workers send, and its checksum before it."""
+    torch.manual_seed(2)
+    state = {"model": {"first": torch.randn(1003), "weight": torch.randn(1157, 4099), "last": torch.randn(501, 1009)}}
+    torch.save(state, tmp_path / "large.pt")
+    return tmp_path / "large.pt"
+
+
+@pytest.mark.parametrize("name", ["large.pt", "large.safetensors"])
+def test_two_workers_send_parts_of_one_object_at_the_same_time(
+    name: str, s3: Proxy, tmp_path: Path, temporary: Path, large: Path
+) -> None:
+    fsdpckpt.convert(large, tmp_path / "alone" / name, to="full")
+    came: list[int] = []
+    on_disk: list[int] = []
+    met: list[bool] = []
+
+    def meet(method: str, path: str, number: int | None) -> None:
+        """The first part waits for the fourth, which another worker has to send."""
+        if method == "PUT" and number is not None:
+            on_disk.append(data_below(temporary))
+            came.append(number)
+            end = time.monotonic() + 20
+            while number == 1 and 4 not in came and time.monotonic() < end:
+                time.sleep(0.02)
+            met.append(number == 1 and 4 in came)
+
+    s3.fault = meet
+    done = ended(large, f"s3://runs/{name}", "--to", "full", "--threads", "1", "--verify", "full", disks={})
+    s3.fault = None
+    assert [each.returncode for each in done] == [0, 0], [each.stdout[-3000:] for each in done]
+    assert content(s3, name) == (tmp_path / "alone" / name).read_bytes()
+    assert sorted(set(came)) == [1, 2, 3, 4, 5] and any(met) and max(on_disk) < 100
+    assert (parts_left(s3), list(temporary.iterdir())) == ([], [])
+    assert not any("fsdpckpt-staging" in key for key in keys(s3, ""))
+
+
+def test_one_object_whose_worker_is_killed_is_not_there_and_leaves_nothing_after_the_next_run(
+    s3: Proxy, tmp_path: Path, temporary: Path, large: Path
+) -> None:
+    fsdpckpt.convert(large, tmp_path / "alone.pt", to="full")
+    workers: list[Program] = []
+    killed: list[int] = []
+
+    def kill(method: str, path: str, number: int | None) -> str | None:
+        if method == "PUT" and number == 4 and not killed:
+            killed.append(4)
+            workers[1].send_signal(signal.SIGKILL)
+            return "reset"
+        return None
+
+    s3.fault = kill
+    given = (large, "s3://runs/killed.pt", "--to", "full", "--threads", "1")
+    workers += started(*given, disks={})
+    done = all_ended(workers, seconds=LIMIT)
+    s3.fault = None
+    assert (done[0].returncode, done[1].returncode) == (6, -signal.SIGKILL), done[0].stdout + done[0].stderr
+    assert not {key for key in keys(s3, "") if "killed.pt" in key}
+    done = ended(*given, disks={})
+    assert [each.returncode for each in done] == [0, 0], [each.stdout[-3000:] for each in done]
+    assert content(s3, "killed.pt") == (tmp_path / "alone.pt").read_bytes()
+    assert (parts_left(s3), list(temporary.iterdir())) == ([], [])
