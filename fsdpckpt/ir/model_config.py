@@ -7,6 +7,8 @@ Compared are, each only if all weights of that name have one size:
 - ``num_attention_heads`` and ``num_key_value_heads``, times ``head_dim``, with the rows of the projections;
 - ``vocab_size`` with the rows of the word embeddings;
 - ``num_hidden_layers`` (``n_layer``) with the numbers of the one stack of layers that there is;
+- ``num_experts`` (``num_local_experts``, ``n_routed_experts``) with the experts of each layer: ``experts.0`` and so on,
+  or the first dimension of a tensor of all;
 - ``r`` of an ``adapter_config.json`` with the rows of ``lora_A`` and the columns of ``lora_B``.
 
 A configuration may be older than the weights, so beside a checkpoint only what is certain counts: a vocabulary of
@@ -56,6 +58,9 @@ _OTHER_HEADS = frozenset(
 )
 _DEPTH = ("num_hidden_layers", "n_layer")
 _LAYER = re.compile(r"^(.*?\b(?:layers|layer|h))\.(\d+)\.")
+_EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_EXPERT = re.compile(r"^(.*?\bexperts)\.(\d+)\.")
+_ALL_EXPERTS = re.compile(r"^(.*?\bexperts)\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _OTHER_INPUT = re.compile(r"vision|visual|image|audio|speech")  # a part of the model with a configuration of its own
 _OF_IMAGES = frozenset({"patch_size", "image_size"})
 _USED_AGAIN = re.compile(r"recur|loop|share|unique|repeat")  # in the names of fields: layers that run several times
@@ -68,7 +73,7 @@ class Disagreement:
     """``field`` is ``stated``, and the weights have ``found``: ``what`` of the weight ``name``.
 
     ``certain``: that training changed it, or that the configuration is older, does not explain it. ``counts_layers``:
-    whether it is a number of layers, of which ``name`` is in one, and not a size of that weight.
+    whether it is a number of layers or experts, of which ``name`` is in one, and not a size of that weight.
     """
 
     field: str
@@ -93,7 +98,8 @@ def certain_disagreements(fields: Mapping[str, object], shapes: _Shapes) -> list
     depths = {value for field, value in fields.items() if type(value) is int and "layer" in field}
     found = [*_sizes(fields, shapes), *_parts(fields, shapes), *_heads(fields, shapes)]
     certain = [each for each in found if each.certain and each.found not in sizes]
-    return [*certain, *(each for each in _depth(fields, shapes) if each.certain and each.found not in depths)]
+    layers = (each for each in _depth(fields, shapes) if each.certain and each.found not in depths)
+    return [*certain, *layers, *_experts(fields, shapes)]
 
 
 def disagreements(fields: Mapping[str, object], shapes: _Shapes) -> list[Disagreement]:
@@ -161,6 +167,26 @@ def _depth(fields: Mapping[str, object], shapes: _Shapes) -> Iterator[Disagreeme
             certain = len(numbers) < stated and not used_again
             name = next(iter(numbers.values()))
             yield Disagreement(field, stated, len(numbers), f"the number of {stack}", name, certain, counts_layers=True)
+
+
+def _experts(fields: Mapping[str, object], shapes: _Shapes) -> Iterator[Disagreement]:
+    """The first layer with fewer experts than ``fields`` state. A list of numbers, one for each layer, says nothing."""
+    numbers: dict[str, dict[int, str]] = {}
+    fused: dict[str, tuple[int, str]] = {}
+    for name, shape in shapes.items():
+        if match := _EXPERT.match(name):
+            numbers.setdefault(match[1], {}).setdefault(int(match[2]), name)
+        elif (match := _ALL_EXPERTS.match(name)) and len(shape) == 3:
+            fused.setdefault(match[1], (shape[0], name))
+    counts = {above: (len(found), next(iter(found.values()))) for above, found in numbers.items()} | fused
+    for field in _EXPERT_COUNTS:
+        stated = fields.get(field)
+        fewer = [(above, *found) for above, found in counts.items() if type(stated) is int and found[0] < stated]
+        if type(stated) is int and fewer:
+            above, found, name = fewer[0]
+            what = f"the number of {above}"
+            yield Disagreement(field, stated, found, what, name, certain=True, counts_layers=True)
+            return
 
 
 def adapter_disagreements(fields: Mapping[str, object], shapes: _Shapes) -> list[Disagreement]:

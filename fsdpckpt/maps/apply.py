@@ -12,6 +12,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.maps.match import Matched, Use, match_rules, require_bijection, require_used
 from fsdpckpt.maps.rules import LayoutMap, MapRule
+from fsdpckpt.maps.scales import require_scales
 from fsdpckpt.maps.states import mapped_optimizer
 from fsdpckpt.maps.steps import Family, Member, Values
 from fsdpckpt.maps.work import Reading, Work
@@ -94,6 +95,7 @@ def _matched(checkpoint: Checkpoint, layout_map: LayoutMap, section: Section, wo
     matched = match_rules(rules, names_of(alone), checkpoint.source)
     made = [(name, use) for use in matched.uses for name in work.targets(use)]
     require_bijection(rules, made, matched.rest)
+    require_scales(layout_map, matched, alone)
     return matched
 
 

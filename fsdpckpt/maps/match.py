@@ -73,8 +73,9 @@ def match_rules(layout_map: LayoutMap, names: Sequence[str], source: str) -> Mat
             why='it says rest = "error"',
             next_step=f'give it rules for them, or rest = "keep"; {flags.exclude("GLOB")} leaves parameters out',
         )
+    most = _most_stacked(found.values())
     for use in found.values():
-        _require_complete(use, source)
+        _require_complete(use, most.get(use.rule.number, 0), source)
     return Matched(tuple(found.values()), tuple(rest))
 
 
@@ -130,14 +131,24 @@ def require_used(
     )
 
 
-def _require_complete(use: Use, source: str) -> None:
-    """Raises SourceIncompleteError if the rule needs parameters that are not there."""
+def _most_stacked(uses: Iterable[Use]) -> dict[int, int]:
+    """The number of tensors that each rule, by its number, stacks in the layer that has most."""
+    most: dict[int, int] = {}
+    for use in uses:
+        count = max((number or 0 for _, number in use.sources), default=0) + 1
+        most[use.rule.number] = max(count, most.get(use.rule.number, 0))
+    return most
+
+
+def _require_complete(use: Use, most: int, source: str) -> None:
+    """Raises SourceIncompleteError if the rule needs parameters that are not there. ``most``: how many it stacks in
+    another layer: all of a model's layers have as many experts.
+    """
     rule = use.rule
     positions = range(len(rule.sources)) if len(rule.sources) > 1 else (None,)
     numbers: Sequence[int | None] = (None,)
     if rule.stacked is not None:
-        last = max(number or 0 for _, number in use.sources)
-        numbers = range(max(last + 1, _stated_count(rule)))
+        numbers = range(max(most, _stated_count(rule)))
     missing = [
         _source_name(rule.sources[position or 0], use.words, rule.stacked, number)
         for position in positions

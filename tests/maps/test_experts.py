@@ -294,3 +294,17 @@ def test_ids_are_not_made_for_a_model_whose_order_nothing_says(tmp_path: Path, s
         convert(tmp_path, "ids.pt", "fused.pt")
     by_name = convert(tmp_path, "ids.pt", "fused.pt", key_type="name")
     assert fsdpckpt.diff(by_name, convert(tmp_path, "apart.pt", "direct.pt")).same
+
+
+def test_an_expert_that_only_one_layer_lacks_is_named_though_no_number_is_left_out(
+    saved: State, tmp_path: Path
+) -> None:
+    last = f"blocks.1.experts.{experts.EXPERTS - 1}."
+    model = {name: value for name, value in saved["model"].items() if not name.startswith(last)}
+    torch.save({"model": model}, tmp_path / "fewer.pt")
+    with pytest.raises(SourceIncompleteError) as error:
+        fsdpckpt.convert(tmp_path / "fewer.pt", tmp_path / "x.pt", map=tmp_path / "experts.toml")
+    assert f"{last}down.weight is missing" in str(error.value) or f"{last}gate.weight is missing" in str(error.value)
+    torch.save({"model": {name: value for name, value in model.items() if "blocks.1" not in name}}, tmp_path / "one.pt")
+    fsdpckpt.convert(tmp_path / "one.pt", tmp_path / "y.pt", map=tmp_path / "experts.toml")
+    assert torch.load(tmp_path / "y.pt")["model"]["blocks.0.down"].shape[0] == experts.EXPERTS

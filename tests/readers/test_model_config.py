@@ -82,6 +82,35 @@ def test_a_part_of_the_weights_is_a_problem_of_every_command(
     assert set(torch.load(tmp_path / "o.pt")["model"]) <= set(llama)
 
 
+def sizes(weights: Weights) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in weights.items()}
+
+
+def of_experts(count: int, *, fused: bool = False, layers: int = 2) -> Weights:
+    above = [f"model.layers.{layer}.mlp.experts" for layer in range(layers)]
+    if fused:
+        return {f"{each}.gate_up_proj": torch.zeros(count, 8, 4) for each in above}
+    return {f"{each}.{n}.gate_proj.weight": torch.zeros(4, 4) for each in above for n in range(count)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("field", ["num_local_experts", "n_routed_experts", "num_experts"])
+def test_a_part_of_the_experts_is_found_in_any_layer(*, field: str, fused: bool) -> None:
+    whole = of_experts(6, fused=fused)
+    for fields in ({field: 6}, {field: 3}, {field: [6, 6]}, {"num_shared_experts": 8}, {field: None}):
+        assert not certain_disagreements(fields, sizes(whole))
+    one_layer = whole | {name: value[:4] for name, value in whole.items() if "layers.1." in name}
+    if not fused:
+        one_layer = {
+            name: value for name, value in whole.items() if not name.startswith("model.layers.1.mlp.experts.5")
+        }
+    (found,) = certain_disagreements({field: 6}, sizes(one_layer))
+    assert (found.field, found.stated, found.found) == (field, 6, 4 if fused else 5)
+    assert found.what == "the number of model.layers.1.mlp.experts"
+    beside = {"model.layers.0.mlp.shared_experts.gate_proj.weight": torch.zeros(4, 4)}
+    assert not certain_disagreements({field: 6}, sizes(whole | beside))
+
+
 def test_the_configuration_of_a_verl_checkpoint_lies_below_it(llama: Weights, tmp_path: Path) -> None:
     part = without_layer(llama, 0)
     source = save(tmp_path / "s", part, where="huggingface/config.json")
