@@ -23,7 +23,6 @@ from tests.converters.target.test_mesh import PLACEMENTS, assert_held, save, to_
 from tests.oracle.compare import identical
 from tests.readers.played_ranks import as_rank, save_as_ranks
 from tests.writers.meshes import MeshCase, all_three, held, over_tp
-from tests.writers.source import same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -114,7 +113,7 @@ def test_tensors_that_dtensor_alone_cut_keep_their_shapes(tmp_path: Path) -> Non
     for rank in range(10):
         with as_rank(rank, 10):
             found = torch.load(tmp_path / f"new/model_world_size_10_rank_{rank}.pt", weights_only=True)["weight"]
-            assert same(found.to_local(), state(5)["weight"].to_local())
+            assert identical(found.to_local(), state(5)["weight"].to_local())
     assert found.to_local().shape == (2, 0)
 
 

@@ -85,13 +85,6 @@ def load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     return empty
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    one, other = torch.utils._pytree.tree_flatten(found), torch.utils._pytree.tree_flatten(expected)
-    return one[1] == other[1] and all(
-        identical(a, b) if torch.is_tensor(a) else a == b for a, b in zip(one[0], other[0], strict=True)
-    )
-
-
 def renamed(section: dict[str, Any]) -> dict[str, Any]:
     return {f"x.{name}": value for name, value in section.items()}
 
@@ -116,7 +109,7 @@ def test_other_names_for_the_same_data_move_none_and_pytorch_loads_them(source: 
     assert report.bytes_read == 0
     assert report.bytes_written < 16384
     assert report.disk_needed == report.bytes_written
-    assert same(load(target, with_names()), with_names())
+    assert identical(load(target, with_names()), with_names())
     assert fsdpckpt.verify(target).whole
     manifest = json.loads((target / "fsdpckpt.json").read_text())
     assert {name: manifest["files"][name]["link"] for name in data} == dict.fromkeys(data, "hardlink")
@@ -128,7 +121,7 @@ def test_a_section_alone_is_in_the_same_files_and_the_rest_of_them_is_said(sourc
     assert linked(report)
     (note,) = (note.message for note in report.notes if note.kind == "linked")
     assert "that DST does not use" in note
-    assert same(load(tmp_path / "out", {"model": training()["model"]}), {"model": training()["model"]})
+    assert identical(load(tmp_path / "out", {"model": training()["model"]}), {"model": training()["model"]})
 
 
 @pytest.mark.parametrize("source", ["four"], indirect=True)
@@ -148,7 +141,7 @@ def test_what_is_cast_is_written_and_the_rest_linked(source: Path, tmp_path: Pat
     whole = with_names()
     for states in whole["optimizer"]["state"].values():
         states["exp_avg"] = states["exp_avg"].bfloat16()
-    assert same(load(target, whole), whole)
+    assert identical(load(target, whole), whole)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +238,7 @@ def test_an_interrupted_run_is_finished_and_a_replaced_link_leaves_the_source(
     fsdpckpt.convert(source, target, **DCP, add_prefix="y.", overwrite=True)  # over links, without a link
     assert not any(os.path.samefile(target / file.name, file) for file in source.glob("*.distcp"))
     fsdpckpt.convert(source, target, **DCP, add_prefix="x.", overwrite=True, link="hardlink")
-    assert same(load(target, with_names()), with_names())
+    assert identical(load(target, with_names()), with_names())
     again = fsdpckpt.convert(source, target, **DCP, add_prefix="x.", link="hardlink", resume=True)
     assert "was already complete" in "".join(note.message for note in again.notes)
     os.unlink(target / "__0_0.distcp")
@@ -341,7 +334,7 @@ def test_reflinks_are_files_of_their_own(
     assert report.link == "reflink"
     assert sorted(linked(report)) == sorted(file.name for file in source.glob("*.distcp"))
     assert not any(os.path.samefile(tmp_path / "out" / name, path) for name, path in linked(report).items())
-    assert same(load(tmp_path / "out", with_names()), with_names())
+    assert identical(load(tmp_path / "out", with_names()), with_names())
 
 
 def test_a_reflink_that_the_file_system_refuses_leaves_an_error(tmp_path: Path) -> None:

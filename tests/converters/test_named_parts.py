@@ -53,16 +53,6 @@ def saved_by_accelerate(path: Path, *, full: bool) -> list[tuple[State, State]]:
     return pairs
 
 
-def same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and identical(found, expected)
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
-    if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == expected)
-
-
 def loaded_by_accelerate(path: Path, number: int, like: tuple[State, State]) -> tuple[State, State]:
     """As ``load_fsdp_model`` and ``load_fsdp_optimizer`` do it."""
     weights, states = ({"model": like[0]}, {"optimizer": like[1]})
@@ -83,11 +73,11 @@ def test_models_that_accelerate_numbers_are_listed_selected_compared_and_convert
     assert checkpoint.flavor == "accelerate" and fsdpckpt.verify(source).whole
     for number in range(2):
         fsdpckpt.convert(source, tmp_path / f"{number}.pt", only=f"model:pytorch_model_fsdp_{number}")
-        assert same(torch.load(tmp_path / f"{number}.pt"), pairs[number][0])
+        assert identical(torch.load(tmp_path / f"{number}.pt"), pairs[number][0])
     fsdpckpt.convert(source, tmp_path / "all.pt", flavor="plain")
     found = torch.load(tmp_path / "all.pt")
-    assert all(same(found[f"pytorch_model_fsdp_{number}"], pairs[number][0]) for number in range(2))
-    assert all(same(found[f"optimizer_{number}"], pairs[number][1]) for number in range(2))
+    assert all(identical(found[f"pytorch_model_fsdp_{number}"], pairs[number][0]) for number in range(2))
+    assert all(identical(found[f"optimizer_{number}"], pairs[number][1]) for number in range(2))
     assert fsdpckpt.diff(source, tmp_path / "all.pt").same
     other = tmp_path / "other"
     saved_by_accelerate(other, full=not full)
@@ -109,13 +99,13 @@ def test_accelerate_resumes_from_what_they_become(full: bool, tmp_path: Path) ->
     assert report.flavor == "accelerate" and not any(note.kind == "not-carried" for note in report.notes)
     for number in range(2):
         found = loaded_by_accelerate(target, number, trained(9))
-        assert same(found[0], pairs[number][0]) and same(found[1], pairs[number][1])
+        assert identical(found[0], pairs[number][0]) and identical(found[1], pairs[number][1])
     assert (target / "scheduler_1.bin").read_bytes() == (source / "scheduler_1.bin").read_bytes()
     assert fsdpckpt.diff(source, target).same and fsdpckpt.verify(target, flavor="accelerate", world_size=3).whole
     again = tmp_path / "again"
     fsdpckpt.convert(target, again, to="full", flavor="accelerate")
-    assert same(torch.load(again / "pytorch_model_fsdp_1.bin"), pairs[1][0])
-    assert same(torch.load(again / "optimizer.bin"), pairs[0][1])
+    assert identical(torch.load(again / "pytorch_model_fsdp_1.bin"), pairs[1][0])
+    assert identical(torch.load(again / "optimizer.bin"), pairs[0][1])
 
 
 def test_ids_are_named_by_the_model_that_each_optimizer_has(tmp_path: Path) -> None:
@@ -135,7 +125,7 @@ def test_ids_are_named_by_the_model_that_each_optimizer_has(tmp_path: Path) -> N
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", flavor="accelerate", world_size=2, buffers="none")
     for number, (name, pair) in enumerate(pairs.items()):
         found = loaded_by_accelerate(tmp_path / "out", number, trained(9, f"{name}."))
-        assert same(found[0], pair[0]) and same(found[1], pair[1])
+        assert identical(found[0], pair[0]) and identical(found[1], pair[1])
 
 
 def test_models_that_a_user_named_get_accelerates_numbers(tmp_path: Path) -> None:
@@ -145,12 +135,12 @@ def test_models_that_a_user_named_get_accelerates_numbers(tmp_path: Path) -> Non
     report = fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", flavor="accelerate", world_size=2)
     assert any("critic becomes pytorch_model_fsdp_1" in note.message for note in report.notes)
     found = loaded_by_accelerate(tmp_path / "out", 1, trained(9))
-    assert same(found[0], critic[0]) and same(found[1], critic[1])
+    assert identical(found[0], critic[0]) and identical(found[1], critic[1])
     torch.save({"model": actor[0], "optimizer": actor[1], "ema_model": critic[0]}, tmp_path / "ema.pt")
     fsdpckpt.convert(tmp_path / "ema.pt", tmp_path / "two", flavor="accelerate", world_size=2)
     weights = {"model": trained(9)[0]}
     dcp.load(weights, checkpoint_id=tmp_path / "two" / "pytorch_model_fsdp_1", no_dist=True)
-    assert same(weights["model"], critic[0])
+    assert identical(weights["model"], critic[0])
 
 
 def two_modules(path: Path) -> dict[str, tuple[State, State]]:
@@ -168,7 +158,7 @@ def test_modules_in_directories_are_named_models(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "all.pt")
     assert found.keys() == {"vit", "llm", "vit_optim", "llm_optim"}
     for name, (weights, states) in pairs.items():
-        assert same(found[name], weights) and same(found[f"{name}_optim"], states)
+        assert identical(found[name], weights) and identical(found[f"{name}_optim"], states)
     assert fsdpckpt.diff(source, tmp_path / "all.pt").same and fsdpckpt.verify(source).whole
     fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", world_size=2)
     assert fsdpckpt.diff(source, tmp_path / "dcp").same
@@ -197,10 +187,10 @@ def test_modules_with_a_directory_for_each_section_may_be_of_one_class(tmp_path:
     fsdpckpt.convert(tmp_path / "run", tmp_path / "all.pt")
     found = torch.load(tmp_path / "all.pt")
     for name, (weights, states) in pairs.items():
-        assert same(found[name], weights) and same(found[f"{name}_optim"], states)
+        assert identical(found[name], weights) and identical(found[f"{name}_optim"], states)
     assert fsdpckpt.verify(source).whole
     fsdpckpt.convert(source, tmp_path / "vit.pt", only="model:vit")
-    assert same(torch.load(tmp_path / "vit.pt"), pairs["vit"][0])
+    assert identical(torch.load(tmp_path / "vit.pt"), pairs["vit"][0])
 
 
 def saved_without_fsdp(path: Path, *, safe: bool, one_layer: bool) -> dict[str, State]:
@@ -240,7 +230,7 @@ def test_models_that_accelerate_saves_without_fsdp_are_sections_too(
     assert labels == saved.keys() and fsdpckpt.verify(source).whole
     fsdpckpt.convert(source, tmp_path / "all.pt", flavor="plain")
     found = torch.load(tmp_path / "all.pt")
-    assert all(same(found[name], content) for name, content in saved.items())
+    assert all(identical(found[name], content) for name, content in saved.items())
     assert fsdpckpt.diff(source, tmp_path / "all.pt").same
     if safe:  # safetensors has no order, and ids need one
         return
@@ -251,7 +241,7 @@ def test_models_that_accelerate_saves_without_fsdp_are_sections_too(
         by_name = {name: states[place] for place, name in enumerate(weights)}
         like = {"state": by_name, "param_groups": [{"params": list(weights)}]}
         loaded = loaded_by_accelerate(tmp_path / "out", number, (zeros(weights), zeros(like)))
-        assert same(loaded[0], weights) and same(loaded[1]["state"], by_name)
+        assert identical(loaded[0], weights) and identical(loaded[1]["state"], by_name)
 
 
 def zeros(value: Any) -> Any:

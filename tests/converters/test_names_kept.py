@@ -39,23 +39,19 @@ def compiled_checkpoint(path: Path) -> Any:
     return state
 
 
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 def test_a_compiled_model_loads_what_was_made_of_its_checkpoint(tmp_path: Path) -> None:
     saved = compiled_checkpoint(tmp_path / "c.pt")
     fsdpckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="sharded", world_size=3)
     fsdpckpt.convert(tmp_path / "dcp", tmp_path / "back.pt", to="full")
-    assert differences(dict(load(tmp_path / "back.pt")["model"]), dict(saved["model"])) == []
-    torch.compile(Model(2)).load_state_dict(load(tmp_path / "back.pt")["model"])
+    assert differences(dict(torch.load(tmp_path / "back.pt")["model"]), dict(saved["model"])) == []
+    torch.compile(Model(2)).load_state_dict(torch.load(tmp_path / "back.pt")["model"])
     assert fsdpckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").same
 
 
 def test_an_optimizer_that_gets_names_gets_the_model_s(tmp_path: Path) -> None:
     saved = compiled_checkpoint(tmp_path / "c.pt")
     fsdpckpt.convert(tmp_path / "c.pt", tmp_path / "named.pt", to="full", key_type="name", buffers="*count")
-    named = load(tmp_path / "named.pt")
+    named = torch.load(tmp_path / "named.pt")
     names = [name for name in saved["model"] if name != "_orig_mod.count"]
     assert list(named["optimizer"]["state"]) == names == named["optimizer"]["param_groups"][0]["params"]
 
@@ -63,14 +59,14 @@ def test_an_optimizer_that_gets_names_gets_the_model_s(tmp_path: Path) -> None:
 def test_clean_names_is_an_option(tmp_path: Path) -> None:
     compiled_checkpoint(tmp_path / "c.pt")
     report = fsdpckpt.convert(tmp_path / "c.pt", tmp_path / "clean.pt", to="full", clean_names=True)
-    Model(2).load_state_dict(load(tmp_path / "clean.pt")["model"])
+    Model(2).load_state_dict(torch.load(tmp_path / "clean.pt")["model"])
     assert "_orig_mod.count -> count" in next(note.keys for note in report.notes if note.kind == "normalised")
     for glob in ("_orig_mod.blocks.1.*", "blocks.1.*"):
         path = tmp_path / f"{len(glob)}.pt"
         fsdpckpt.convert(tmp_path / "c.pt", path, to="full", include=glob, only="model", strip_prefix="_orig_mod.")
-        assert list(load(path)) == ["blocks.1.weight", "blocks.1.bias"]
+        assert list(torch.load(path)) == ["blocks.1.weight", "blocks.1.bias"]
     fsdpckpt.convert(tmp_path / "c.pt", tmp_path / "once.pt", to="full", add_prefix="_orig_mod.")
-    torch.compile(Model(2)).load_state_dict(load(tmp_path / "once.pt")["model"])
+    torch.compile(Model(2)).load_state_dict(torch.load(tmp_path / "once.pt")["model"])
 
 
 def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
@@ -138,7 +134,7 @@ def test_names_for_ids_leave_the_key_of_an_entry_that_a_user_added(tmp_path: Pat
     torch.save(saved, tmp_path / "a.pt")
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "named.pt", to="full", key_type="name", buffers="*count")
     names = [name for name in saved["model"] if name != "_orig_mod.count"]
-    assert list(load(tmp_path / "named.pt")["optimizer"]["state"]) == [*names, "custom"]
+    assert list(torch.load(tmp_path / "named.pt")["optimizer"]["state"]) == [*names, "custom"]
     assert fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "named.pt").same
 
 
@@ -147,7 +143,7 @@ def test_a_renamed_optimizer_leaves_the_number_that_a_user_added_a_number(tmp_pa
     optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
     torch.save({"model": {"w": torch.ones(5)}, "optimizer": optimizer}, tmp_path / "s.pt")
     fsdpckpt.convert(tmp_path / "s.pt", tmp_path / "out.pt", to="full", rename={"w": "v"})
-    assert list(load(tmp_path / "out.pt")["optimizer"]["state"]) == ["v", 7]
+    assert list(torch.load(tmp_path / "out.pt")["optimizer"]["state"]) == ["v", 7]
 
 
 def test_a_cast_of_states_in_a_list_leaves_their_copy_in_the_extras_as_it_is(tmp_path: Path) -> None:
@@ -160,6 +156,6 @@ def test_a_cast_of_states_in_a_list_leaves_their_copy_in_the_extras_as_it_is(tmp
     fsdpckpt.convert(tmp_path / "s.pt", tmp_path / "safe", container="safetensors", optim_dtype="bfloat16")
     fsdpckpt.convert(tmp_path / "safe", tmp_path / "again.pt", to="full")
     for name in ("out.pt", "again.pt"):
-        written = load(tmp_path / name)
+        written = torch.load(tmp_path / name)
         assert written["optimizer"]["state"][0]["GG"][0].dtype is torch.bfloat16
         assert differences(written["best"], saved["best"]) == []

@@ -35,10 +35,6 @@ def trained(model: nn.Module, groups: list[Any]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 RENAMES: dict[str, tuple[dict[str, Any], str, str]] = {
     "no rename": ({}, "rope", "*.weight"),
     "a prefix": ({"add_prefix": "net."}, "net.rope", "net.body"),
@@ -87,10 +83,10 @@ def test_param_names_beside_ids_have_the_new_names_and_name_the_right_states(tmp
     prefixed = {f"{lead}{name}": leaf for name, leaf in model.state_dict().items()}
     torch.save({"model": prefixed, "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
     fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "new.pt", rename={f"{lead}head": f"{lead}out"})
-    listed = [group["param_names"] for group in load(tmp_path / "new.pt")["optimizer"]["param_groups"]]
+    listed = [group["param_names"] for group in torch.load(tmp_path / "new.pt")["optimizer"]["param_groups"]]
     assert listed[0] == [f"{lead}last.weight", f"{lead}out.weight"]
     fsdpckpt.convert(tmp_path / "new.pt", tmp_path / "names.pt", key_type="name")
-    state = load(tmp_path / "names.pt")["optimizer"]["state"]
+    state = torch.load(tmp_path / "names.pt")["optimizer"]["state"]
     for name, param in model.named_parameters():
         new = f"{lead}{name}".replace("head", "out")
         assert identical(state[new]["exp_avg"], optimizer.state[param]["exp_avg"]), name
@@ -101,7 +97,7 @@ def test_an_optimizer_alone_is_renamed_by_its_param_names(tmp_path: Path) -> Non
     optimizer = trained(model, [{"params": [*model.named_parameters()]}])
     torch.save(optimizer.state_dict(), tmp_path / "optim.pt")
     fsdpckpt.convert(tmp_path / "optim.pt", tmp_path / "new.pt", only="optim", add_prefix="net.")
-    (group,) = load(tmp_path / "new.pt")["param_groups"]
+    (group,) = torch.load(tmp_path / "new.pt")["param_groups"]
     assert group["param_names"] == [f"net.{name}" for name, _ in model.named_parameters()]
 
 
@@ -111,9 +107,9 @@ def test_clean_names_cleans_param_names(tmp_path: Path) -> None:
     optimizer = trained(model, [{"params": [*compiled.named_parameters()]}])
     torch.save({"model": compiled.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
     fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "clean.pt", clean_names=True)
-    (group,) = load(tmp_path / "clean.pt")["optimizer"]["param_groups"]
+    (group,) = torch.load(tmp_path / "clean.pt")["optimizer"]["param_groups"]
     assert group["param_names"] == [name for name, _ in model.named_parameters()]
-    model.load_state_dict(load(tmp_path / "clean.pt")["model"])
+    model.load_state_dict(torch.load(tmp_path / "clean.pt")["model"])
 
 
 SPELLINGS = {
@@ -146,7 +142,7 @@ def test_a_parameter_that_two_sections_spell_differently_is_renamed_in_both(
     rename = {form.format("body"): form.format("trunk.body"), form.format("head.weight"): form.format("lm.weight")}
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", rename=rename)
     new = {name: name.replace("body.", "trunk.body.").replace("head.", "lm.") for name in model.state_dict()}
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     assert list(written["model"]) == [in_model.format(new[name]) for name in model.state_dict()]
     assert list(written["optimizer"]["state"]) == [in_optim.format(new[name]) for name in names]
     assert written["optimizer"]["param_groups"][0]["params"] == [in_optim.format(new[name]) for name in names]
@@ -164,7 +160,7 @@ def test_each_of_two_compiled_models_is_renamed_with_its_optimizer(tmp_path: Pat
         saved[f"{name}_optimizer"] = state
     torch.save(saved, tmp_path / "a.pt")
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", rename={"head": "lm"})
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     for name in ("actor", "critic"):
         expected = [key.replace("head", "lm") for key in saved[name]]
         assert list(written[name]) == expected
@@ -195,7 +191,7 @@ def test_the_name_of_a_peft_adapter_stays_where_it_is(tmp_path: Path) -> None:
     def new(names: list[str]) -> list[str]:
         return [name.replace("layers.0.lora_A", "layers.0.lora_C").replace("layers.1", "blocks.1") for name in names]
 
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     assert list(written["model"]) == new(in_model)
     assert list(written["optimizer"]["state"]) == new(in_optim) == written["optimizer"]["param_groups"][0]["params"]
 
@@ -219,7 +215,7 @@ def test_named_parameters_from_before_or_after_distributed_data_parallel(
     torch.save(saved, tmp_path / "a.pt")
     options = {"rename": {"body": "trunk"}, "exclude": ["head.*"]}
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", key_type="name", **options)
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     for name in names:
         kept = [key for key in saved[name] if "head" not in key]
         assert list(written[name]) == [key.replace("body", "trunk") for key in kept]
@@ -256,7 +252,7 @@ def test_a_rule_as_one_section_spells_names_is_in_force_in_all(tmp_path: Path, k
         saved["optimizer" if len(names) == 1 else key] = by_name(optimizer, named)
     torch.save(saved, tmp_path / "a.pt")
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", **options)
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     assert written.keys() == saved.keys()
     for section, content in saved.items():
         before, now = content.get("state", content), written[section].get("state", written[section])
@@ -293,7 +289,7 @@ def test_the_module_that_only_the_optimizer_names_can_be_stripped(tmp_path: Path
     saved = {"model": model.state_dict(), "optimizer": by_name(trained(model, [param for _, param in named]), named)}
     torch.save(saved, tmp_path / "a.pt")
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", strip_prefix="module.")
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     assert list(written["model"]) == list(saved["model"])
     assert list(written["optimizer"]["state"]) == [name for name, _ in model.named_parameters()]
     with pytest.raises(UsageError, match="would both be named"):
@@ -304,4 +300,4 @@ def test_a_module_called_module_is_not_the_wrapper(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.Linear(3, 3), "weight": nn.Linear(3, 2)})
     torch.save({"actor": model.state_dict(), "critic": model.state_dict()}, tmp_path / "a.pt")
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", rename={"module": "body"})
-    assert list(load(tmp_path / "b.pt")["actor"]) == ["body.weight", "body.bias", "weight.weight", "weight.bias"]
+    assert list(torch.load(tmp_path / "b.pt")["actor"]) == ["body.weight", "body.bias", "weight.weight", "weight.bias"]

@@ -43,10 +43,6 @@ def saved(path: Path, form: str) -> dict[str, dict[str, torch.Tensor]]:
     return {name.replace("embed", "head"): entry for name, entry in states.items()}
 
 
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 KEPT = ["body.weight", "body.bias", "head.weight"]
 
 
@@ -55,7 +51,7 @@ KEPT = ["body.weight", "body.bias", "head.weight"]
 def test_a_model_without_the_first_name_loads_the_states(tmp_path: Path, form: str, options: dict[str, Any]) -> None:
     states = saved(tmp_path / "a.pt", form)
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", **options)
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     rest = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 4, bias=False)})
     rest.load_state_dict(written["model"])
     named = [*rest.named_parameters()]
@@ -75,7 +71,7 @@ def test_a_model_without_the_first_name_loads_the_states(tmp_path: Path, form: s
 def test_the_later_name_is_left_out_without_the_states(tmp_path: Path) -> None:
     states = saved(tmp_path / "a.pt", "id")
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", exclude=["head.*"], key_type="name")
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     names = ["embed.weight", "body.weight", "body.bias"]
     assert list(written["model"]) == names and written["optimizer"]["param_groups"][0]["params"] == names
     assert identical(written["optimizer"]["state"]["embed.weight"]["exp_avg"], states["head.weight"]["exp_avg"])
@@ -92,7 +88,7 @@ def test_flat_parameters_keep_it_under_its_next_name(tmp_path: Path, *, orig: bo
     for source, given in (("less", {}), ("f", options)):
         target = tmp_path / f"from-{source}.pt"
         fsdpckpt.convert(tmp_path / source, target, to="full", key_type="name", **given)
-        written = load(target)
+        written = torch.load(target)
         optim = written.get("optimizer", written)
         names = [name.replace("head", "out") for name in KEPT]
         assert sorted(optim["state"]) == sorted(names) == sorted(optim["param_groups"][0]["params"])
@@ -102,7 +98,7 @@ def test_flat_parameters_keep_it_under_its_next_name(tmp_path: Path, *, orig: bo
 
 def test_an_optimizer_spells_it_like_its_other_parameters(tmp_path: Path) -> None:
     states = saved(tmp_path / "a.pt", "name")
-    source = load(tmp_path / "a.pt")
+    source = torch.load(tmp_path / "a.pt")
     optim, (group,) = source["optimizer"], source["optimizer"]["param_groups"]
     lead = "_orig_mod."
     optim["state"] = {lead + name: entry for name, entry in optim["state"].items() if name != "body.bias"}
@@ -110,7 +106,7 @@ def test_an_optimizer_spells_it_like_its_other_parameters(tmp_path: Path) -> Non
     source["model"] = {f"module.{name}": leaf for name, leaf in source["model"].items()}
     torch.save(source, tmp_path / "a.pt")
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "b.pt", exclude=["embed.*"], missing_state="zeros")
-    written = load(tmp_path / "b.pt")
+    written = torch.load(tmp_path / "b.pt")
     assert list(written["model"]) == [f"module.{name}" for name in KEPT]
     assert written["optimizer"]["param_groups"][0]["params"] == [lead + name for name in KEPT]
     held = written["optimizer"]["state"]

@@ -159,12 +159,6 @@ def loaded_by_torch(truth: Truth, written: dict[str, Any]) -> dict[str, dict[str
     return {name: dict(optimizer.state[param]) for name, param in params.items() if param in optimizer.state}
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and identical(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.filterwarnings("ignore::fsdpckpt.FsdpckptWarning")
 def test_a_chain_of_conversions_is_what_plain_pytorch_makes_of_it(seed: int, tmp_path: Path) -> None:
@@ -186,10 +180,10 @@ def test_a_chain_of_conversions_is_what_plain_pytorch_makes_of_it(seed: int, tmp
     fsdpckpt.convert(source, tmp_path / "named.pt", to="full", key_type="name")
     named = torch.load(tmp_path / "named.pt", weights_only=True)
     assert named["model"].keys() == truth.model.keys()
-    assert all(same(named["model"][name], value) for name, value in truth.model.items())
+    assert all(identical(named["model"][name], value) for name, value in truth.model.items())
     assert named["optimizer"]["state"].keys() == truth.states.keys()
     for name, states in truth.states.items():
-        assert all(same(named["optimizer"]["state"][name][key], value) for key, value in states.items()), name
+        assert all(identical(named["optimizer"]["state"][name][key], value) for key, value in states.items()), name
     assert [group["params"] for group in named["optimizer"]["param_groups"]] == [g["params"] for g in truth.groups]
     fsdpckpt.convert(source, tmp_path / "ids.pt", to="full", key_type="id")
     states = loaded_by_torch(truth, torch.load(tmp_path / "ids.pt", weights_only=True))

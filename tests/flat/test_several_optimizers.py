@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.division import Divided, UndividedError, divide
-from tests.oracle.compare import identical
+from tests.oracle.compare import require_identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -163,14 +163,6 @@ def save(
     return states
 
 
-def assert_states(found: Any, expected: Any) -> None:
-    assert set(found) == set(expected)
-    for name, states in expected.items():
-        assert set(found[name]) == set(states)
-        for state, value in states.items():
-            assert identical(found[name][state], value), (name, state)
-
-
 ODD = [(7, 5), (3, 7)]
 JOBS: dict[str, dict[str, Any]] = {
     "matrices and rest": {"optimizers_of": matrices_and_rest, "use_orig_params": True},
@@ -190,14 +182,14 @@ def test_each_optimizer_gets_the_states_of_its_own_parameters(job: str, tmp_path
     report = fsdpckpt.convert(source, full, key_type="name")
     found = torch.load(full)["optimizers"]
     for key, states in expected.items():
-        assert_states(found[key]["state"], states)
+        require_identical(found[key]["state"], states)
     assert any("found by the lengths of its slices" in note.message for note in report.notes)
     assert fsdpckpt.verify(source).whole
     assert fsdpckpt.diff(source, full).same
     # One alone is named by the same division, and other ranks get the same.
     last = list(expected)[-1]
     fsdpckpt.convert(source, tmp_path / "one.pt", only=f"optim:{last}", key_type="name")
-    assert_states(torch.load(tmp_path / "one.pt")["state"], expected[last])
+    require_identical(torch.load(tmp_path / "one.pt")["state"], expected[last])
     fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", world_size=2)
     assert fsdpckpt.diff(tmp_path / "dcp", full).same
 
@@ -209,7 +201,7 @@ def test_names_and_wrapping_are_taken_from_a_reference_too(tmp_path: Path) -> No
     (source / "units.json").unlink()
     fsdpckpt.convert(source, tmp_path / "again.pt", reference=str(tmp_path / "full.pt"), key_type="name")
     for key, states in expected.items():
-        assert_states(torch.load(tmp_path / "again.pt")["optimizers"][key]["state"], states)
+        require_identical(torch.load(tmp_path / "again.pt")["optimizers"][key]["state"], states)
 
 
 def test_between_parameters_that_look_alike_nothing_is_chosen(tmp_path: Path) -> None:
@@ -224,7 +216,7 @@ def test_between_parameters_that_look_alike_nothing_is_chosen(tmp_path: Path) ->
         units = str(tmp_path / f"{key}.json")
         fsdpckpt.convert(source, tmp_path / f"{key}.pt", units=units, key_type="name")
         for other, states in expected.items():
-            assert_states(torch.load(tmp_path / f"{key}.pt")["optimizers"][other]["state"], states)
+            require_identical(torch.load(tmp_path / f"{key}.pt")["optimizers"][other]["state"], states)
 
 
 def test_units_with_the_groups_of_one_optimizer_divide_the_rest(tmp_path: Path) -> None:
@@ -235,7 +227,7 @@ def test_units_with_the_groups_of_one_optimizer_divide_the_rest(tmp_path: Path) 
     fsdpckpt.convert(source, tmp_path / "full.pt", units=str(tmp_path / "adam.json"), key_type="name")
     found = torch.load(tmp_path / "full.pt")["optimizers"]
     for key, states in expected.items():
-        assert_states(found[key]["state"], states)
+        require_identical(found[key]["state"], states)
     assert [len(group["params"]) for group in found["adam"]["param_groups"]] == [6, 2]
 
 
@@ -266,7 +258,7 @@ def test_an_optimizer_of_another_model_takes_no_part(tmp_path: Path) -> None:
             content["optimizers"]["critic"] = {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]}
             torch.save(content, path)
     fsdpckpt.convert(source, tmp_path / "one.pt", only="optim:generator", key_type="name")
-    assert_states(torch.load(tmp_path / "one.pt")["state"], expected["generator"])
+    require_identical(torch.load(tmp_path / "one.pt")["state"], expected["generator"])
     with pytest.raises(NeedsInformationError, match="the optimizers list 11 parameters, the units have 10"):
         fsdpckpt.convert(source, tmp_path / "all.pt")
 

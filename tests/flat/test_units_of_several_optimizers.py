@@ -20,13 +20,12 @@ from tests.flat.test_several_optimizers import (
     RANKS,
     Named,
     Optimizers,
-    assert_states,
     matrices_and_rest,
     save,
     twins,
 )
 from tests.ir.relisted import relisted
-from tests.oracle.compare import differences
+from tests.oracle.compare import differences, require_identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,9 +69,9 @@ def test_each_optimizer_gets_the_states_of_its_own_parameters(job: str, beside: 
     fsdpckpt.convert(source, full, **options)
     found = torch.load(full)["optimizers"]
     for key, states in expected.items():
-        assert_states(found[key]["state"], states)
+        require_identical(found[key]["state"], states)
         fsdpckpt.convert(source, tmp_path / f"{key}.pt", only=f"optim:{key}", **options)
-        assert_states(torch.load(tmp_path / f"{key}.pt")["state"], states)
+        require_identical(torch.load(tmp_path / f"{key}.pt")["state"], states)
     given = {} if beside else {"units": tmp_path / "all.json"}
     assert fsdpckpt.verify(source, **given).whole
     assert fsdpckpt.diff(source, full, **given).same
@@ -90,7 +89,7 @@ def test_each_optimizer_gets_the_states_of_its_own_parameters(job: str, beside: 
     again = tmp_path / "again.pt"
     fsdpckpt.convert(target, again, key_type="name")
     for key, states in expected.items():
-        assert_states(torch.load(again)["optimizers"][key]["state"], states)
+        require_identical(torch.load(again)["optimizers"][key]["state"], states)
 
 
 def each_one(params: Named) -> Optimizers:
@@ -111,7 +110,7 @@ def test_optimizers_that_are_alike_in_everything_are_told_apart_by_their_names(b
     found = torch.load(tmp_path / "full.pt")["optimizers"]
     for key, states in expected.items():
         new = {name.replace("blocks", "layers"): of_name for name, of_name in states.items()}
-        assert_states(found[key]["state"], new)
+        require_identical(found[key]["state"], new)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -157,7 +156,7 @@ def test_a_model_without_fsdp1_too(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "named.pt")["optimizers"]
     names = {param: name for name, param in model.named_parameters()}
     for key, optimizer in optimizers.items():
-        assert_states(found[key]["state"], {names[param]: states for param, states in optimizer.state.items()})
+        require_identical(found[key]["state"], {names[param]: states for param, states in optimizer.state.items()})
         listed = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
         assert [group["params"] for group in found[key]["param_groups"]] == listed
 

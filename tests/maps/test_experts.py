@@ -15,7 +15,7 @@ import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError, UsageError
 from tests.maps import experts
 from tests.maps.experts import State
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 from tests.oracle.fake import rank_file
 from tests.oracle.fake_group import as_rank, rows
 
@@ -26,21 +26,15 @@ def convert(tmp_path: Path, source: str, target: str, **options: Any) -> Path:
     return tmp_path / target
 
 
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype and identical(found[name], value), name
-
-
 def states(state: State, name: str) -> State:
     return {key: entry[name] for key, entry in state["optimizer"]["state"].items()}
 
 
 def test_a_map_gives_what_torch_gives_for_parameters_and_their_states(tmp_path: Path, saved: State) -> None:
     made = torch.load(convert(tmp_path, "apart.pt", "fused.pt"))
-    assert_equal(made["model"], experts.written_out(saved["model"]))
+    require_identical(made["model"], experts.written_out(saved["model"]))
     for state in ("exp_avg", "exp_avg_sq"):
-        assert_equal(states(made, state), experts.written_out(states(saved, state)))
+        require_identical(states(made, state), experts.written_out(states(saved, state)))
     assert {float(entry["step"]) for entry in made["optimizer"]["state"].values()} == {2.0}
     others, routers = (group["params"] for group in made["optimizer"]["param_groups"])
     assert routers == [f"blocks.{block}.router.{part}" for block in range(2) for part in ("weight", "bias")]
@@ -72,9 +66,9 @@ def test_a_map_and_its_inverse_give_the_bytes_back_in_every_layout(
     if target.get("only"):
         return
     back = torch.load(convert(tmp_path, "fused", "back.pt", inverse=True, to="full", key_type="name"))
-    assert_equal(back["model"], saved["model"])
+    require_identical(back["model"], saved["model"])
     for state in ("exp_avg", "exp_avg_sq", "step"):
-        assert_equal(states(back, state), states(saved, state))
+        require_identical(states(back, state), states(saved, state))
 
 
 def test_training_goes_on_with_other_tensors_as_it_would_have(tmp_path: Path, saved: State) -> None:
@@ -88,10 +82,10 @@ def test_training_goes_on_with_other_tensors_as_it_would_have(tmp_path: Path, sa
         losses[name] = experts.train(model, optimizer, steps=range(2, 4))
         went_on[name] = experts.by_name(model, optimizer)
     assert losses["apart"] == losses["back"] == losses["fused"] and len(set(losses["apart"])) == 2
-    assert_equal(went_on["back"]["model"], went_on["apart"]["model"])
-    assert_equal(went_on["fused"]["model"], experts.written_out(went_on["apart"]["model"]))
+    require_identical(went_on["back"]["model"], went_on["apart"]["model"])
+    require_identical(went_on["fused"]["model"], experts.written_out(went_on["apart"]["model"]))
     for state in ("exp_avg", "exp_avg_sq"):
-        assert_equal(states(went_on["fused"], state), experts.written_out(states(went_on["apart"], state)))
+        require_identical(states(went_on["fused"], state), experts.written_out(states(went_on["apart"], state)))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -215,7 +209,7 @@ def test_a_state_of_an_unknown_name_is_moved_only_if_shapes_prove_what_it_is(tmp
 
     edited(tmp_path, saved, change)
     made = torch.load(convert(tmp_path, "apart.pt", "fused.pt"))
-    assert_equal(
+    require_identical(
         states(made, "novel"), {name: value * 3 for name, value in experts.written_out(saved["model"]).items()}
     )
     # The same name elsewhere in another shape: for a square matrix, equal shapes would be a coincidence.
@@ -259,8 +253,8 @@ def test_averages_of_the_weights_are_mapped_like_the_weights(tmp_path: Path, sav
     average = {name: value + 1 for name, value in saved["model"].items()}
     torch.save({**saved, "ema": average}, tmp_path / "average.pt")
     made = torch.load(convert(tmp_path, "average.pt", "fused.pt"))
-    assert_equal(made["model"], experts.written_out(saved["model"]))
-    assert_equal(made["ema"], experts.written_out(average))
+    require_identical(made["model"], experts.written_out(saved["model"]))
+    require_identical(made["ema"], experts.written_out(average))
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path, saved: State) -> None:

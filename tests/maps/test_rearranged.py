@@ -13,7 +13,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
-from tests.oracle.compare import identical
+from tests.oracle.compare import require_identical
 
 State = dict[str, Any]
 MAP = """
@@ -91,12 +91,6 @@ def saved(path: Path, seed: int, **groups: Any) -> State:
     return checkpoint
 
 
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype and identical(found[name], value), name
-
-
 def moments(state: State) -> State:
     return {name: entry["exp_avg"] for name, entry in state["optimizer"]["state"].items()}
 
@@ -117,13 +111,13 @@ def test_every_step_gives_what_torch_gives_and_its_inverse_gives_the_bytes_back(
     fsdpckpt.convert(tmp_path / "source", tmp_path / "made.pt", to="full", **options)
     fsdpckpt.convert(tmp_path / "source", tmp_path / "made", **{**ranks, "world_size": 4}, **options)
     made = torch.load(tmp_path / "made.pt")
-    assert_equal(made["model"], written_out(checkpoint["model"]))
-    assert_equal(moments(made), written_out(moments(checkpoint)))
+    require_identical(made["model"], written_out(checkpoint["model"]))
+    require_identical(moments(made), written_out(moments(checkpoint)))
     assert fsdpckpt.diff(tmp_path / "made.pt", tmp_path / "made").same
     fsdpckpt.convert(tmp_path / "made", tmp_path / "back.pt", to="full", inverse=True, **options)
     back = torch.load(tmp_path / "back.pt")
-    assert_equal(back["model"], checkpoint["model"])
-    assert_equal(moments(back), moments(checkpoint))
+    require_identical(back["model"], checkpoint["model"])
+    require_identical(moments(back), moments(checkpoint))
 
 
 def test_tensors_that_are_made_of_one_are_no_views_of_it_and_row_major(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -171,7 +165,7 @@ def test_tied_parameters_become_one_and_two_again(tmp_path: Path) -> None:
     report = fsdpckpt.convert(tmp_path / "one.pt", tmp_path / "two.pt", map=rule)
     assert "head is added: it is tied to embed, which has the states" in [note.message for note in report.notes]
     two = torch.load(tmp_path / "two.pt")
-    assert_equal(two["model"], {"embed": weight, "head": weight})
+    require_identical(two["model"], {"embed": weight, "head": weight})
     assert list(two["optimizer"]["state"]) == two["optimizer"]["param_groups"][0]["params"] == ["embed"]
     fsdpckpt.convert(tmp_path / "two.pt", tmp_path / "again.pt", map=rule, inverse=True)
     assert fsdpckpt.diff(tmp_path / "one.pt", tmp_path / "again.pt").same

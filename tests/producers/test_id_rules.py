@@ -5,7 +5,7 @@ The loaders are those of the libraries, or call PyTorch exactly as they do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,6 @@ def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     return {name: optimizer.state[param]["exp_avg"] for name, param in model.named_parameters() if param.requires_grad}
 
 
-def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(identical(found[name], expected[name]) for name in expected)
-
-
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 def names_file(path: Path) -> Path:
     path.write_text("\n".join(name for name, _ in Net(0).named_parameters()))
     return path
@@ -104,7 +96,7 @@ def test_a_plain_file_gets_the_ids_of_the_jobs_own_optimizer(
 ) -> None:
     source, expected = saved
     report = fsdpckpt.convert(source, tmp_path / "ids.pt", key_type="id")
-    assert same(loaded(load(tmp_path / "ids.pt")["optimizer"]), expected)
+    assert identical(loaded(torch.load(tmp_path / "ids.pt")["optimizer"]), expected)
     (rekeyed,) = [note for note in report.notes if note.kind == "rekeyed"]
     assert "the optimizer's own groups, which is not that of" in rekeyed.message and not rekeyed.warning
     assert fsdpckpt.diff(source, tmp_path / "ids.pt").same
@@ -118,7 +110,7 @@ def test_the_storage_reader_counts_ids_in_the_same_order(
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, storage_reader=fsdpckpt.StorageReader(source, key_type="id"))
     optimizer.load_state_dict(state["optimizer"])
-    assert same(truth(model, optimizer), expected)
+    assert identical(truth(model, optimizer), expected)
 
 
 def test_names_that_fsdp_sorted_are_counted_in_the_models_order_with_a_warning_and_by_parameters(
@@ -133,11 +125,11 @@ def test_names_that_fsdp_sorted_are_counted_in_the_models_order_with_a_warning_a
     report = fsdpckpt.convert(tmp_path / "sorted.pt", tmp_path / "model.pt", key_type="id")
     (doubt,) = [note for note in report.notes if note.kind == "unproved-order"]
     assert doubt.warning and "--parameters" in doubt.message
-    listed = [name for group in load(source)["optimizer"]["param_groups"] for name in group["params"]]
+    listed = [name for group in torch.load(source)["optimizer"]["param_groups"] for name in group["params"]]
     (tmp_path / "order.txt").write_text("\n".join(listed))
     fsdpckpt.convert(tmp_path / "sorted.pt", tmp_path / "own.pt", key_type="id", parameters=tmp_path / "order.txt")
-    assert same(loaded(load(tmp_path / "own.pt")["optimizer"]), expected)
-    assert not same(loaded(load(tmp_path / "model.pt")["optimizer"]), expected)
+    assert identical(loaded(torch.load(tmp_path / "own.pt")["optimizer"]), expected)
+    assert not identical(loaded(torch.load(tmp_path / "model.pt")["optimizer"]), expected)
 
 
 @contextmanager
@@ -177,7 +169,7 @@ def test_flat_parameters_are_counted_in_the_jobs_own_order(
     fsdpckpt.convert(
         source, tmp_path / "flat", use_orig_params=use_orig_params, buffers="rope", exclude="frozen.*", **options
     )  # type: ignore[arg-type]
-    states = load(tmp_path / "flat/optim_world_size_1_rank_0.pt")
+    states = torch.load(tmp_path / "flat/optim_world_size_1_rank_0.pt")
     listed = [id_ for group in states["param_groups"] for id_ in group["params"]]
     assert listed == list(range(len(listed)))
     order = ["gate.weight", "embed.weight", "body.1.weight", "body.1.bias", "body.0.weight", "body.0.bias"]
@@ -210,9 +202,9 @@ def test_lightning_names_the_ids_of_a_converted_file_as_they_were(
     assert asked.value.details == ("rope", "frozen.weight")
     report = fsdpckpt.convert(source, target, flavor=flavor, buffers="rope")
     assert any("their places among all parameters" in note.message for note in report.notes)
-    states = load(target)["optimizer_states"][0]
+    states = torch.load(target)["optimizer_states"][0]
     assert [group["params"] for group in states["param_groups"]] == [[0, 6], [2, 3, 4, 5]]
-    assert same(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
+    assert identical(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
     for pair in ((source, target), (target, source)):
         found = fsdpckpt.diff(*pair)
         assert [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"] == []
@@ -230,10 +222,10 @@ def lightning_file(path: Path) -> dict[str, torch.Tensor]:
 def test_the_ids_of_lightnings_own_file_are_named_by_their_places(tmp_path: Path) -> None:
     expected = lightning_file(tmp_path / "own.ckpt")
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "named.pt", flavor="plain", key_type="name")
-    assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)
+    assert identical(moments(torch.load(tmp_path / "named.pt")["optimizer"]), expected)
     names = names_file(tmp_path / "names.txt")
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "listed.pt", flavor="plain", key_type="name", parameters=names)
-    assert same(moments(load(tmp_path / "listed.pt")["optimizer"]), expected)
+    assert identical(moments(torch.load(tmp_path / "listed.pt")["optimizer"]), expected)
 
 
 def test_a_reference_of_the_job_names_lightnings_ids_although_it_lists_them_in_another_order(
@@ -242,7 +234,7 @@ def test_a_reference_of_the_job_names_lightnings_ids_although_it_lists_them_in_a
     source, _ = saved
     expected = lightning_file(tmp_path / "own.ckpt")
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "named.pt", flavor="plain", key_type="name", reference=source)
-    assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)
+    assert identical(moments(torch.load(tmp_path / "named.pt")["optimizer"]), expected)
 
 
 @pytest.mark.parametrize("known_by", ["model", "reference", "param_names"])
@@ -264,10 +256,10 @@ def test_lightnings_ids_are_places_even_if_they_count_from_zero_without_gaps(tmp
     torch.save({"model": weights, "optimizer": states}, tmp_path / "named.pt")
     reference = tmp_path / "named.pt" if known_by == "reference" else None
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "x.pt", flavor="plain", key_type="name", reference=reference)
-    assert same(moments(load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
+    assert identical(moments(torch.load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
     if known_by != "model":  # ids of torch.optim are those of the optimizer's own order
         fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "ids.pt", flavor="plain", reference=reference)
-        found = load(tmp_path / "ids.pt")["optimizer"]
+        found = torch.load(tmp_path / "ids.pt")["optimizer"]
         expected = optimizer.state_dict()["state"]
         assert found["param_groups"][0].get("param_names", own) == own
         assert all(identical(found["state"][number]["exp_avg"], expected[number]["exp_avg"]) for number in range(3))
@@ -276,7 +268,7 @@ def test_lightnings_ids_are_places_even_if_they_count_from_zero_without_gaps(tmp
 def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_for_it(tmp_path: Path) -> None:
     lightning_file(tmp_path / "own.ckpt")
     report = fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "plain.pt", flavor="plain")
-    states = load(tmp_path / "plain.pt")["optimizer"]
+    states = torch.load(tmp_path / "plain.pt")["optimizer"]
     assert [group["params"] for group in states["param_groups"]] == [[0, 1], [2, 3, 4, 5]]
     assert any("now they count group by group" in note.message for note in report.notes)
     assert fsdpckpt.diff(tmp_path / "own.ckpt", tmp_path / "plain.pt").same
@@ -285,7 +277,7 @@ def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_f
 def test_a_lightning_file_stays_what_it_is_when_nothing_is_rekeyed(tmp_path: Path) -> None:
     lightning_file(tmp_path / "own.ckpt")
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "half.ckpt", dtype="bfloat16")
-    ids = [load(tmp_path / f"{name}.ckpt")["optimizer_states"][0] for name in ("own", "half")]
+    ids = [torch.load(tmp_path / f"{name}.ckpt")["optimizer_states"][0] for name in ("own", "half")]
     assert ids[0]["param_groups"] == ids[1]["param_groups"] and list(ids[0]["state"]) == list(ids[1]["state"])
 
 
@@ -301,9 +293,9 @@ def test_ids_of_torch_optim_become_lightnings_through_names(tmp_path: Path) -> N
     again.load_state_dict(optimizer.state_dict())
     torch.save({"model": model.state_dict(), "optimizer": again.state_dict()}, tmp_path / "words.pt")
     fsdpckpt.convert(tmp_path / "words.pt", tmp_path / "x.ckpt", flavor="lightning", buffers="rope")
-    states = load(tmp_path / "x.ckpt")["optimizer_states"][0]
+    states = torch.load(tmp_path / "x.ckpt")["optimizer_states"][0]
     expected = truth(model, optimizer)
-    assert same(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
+    assert identical(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
 
 
 def name_of(model: nn.Module, param: Any) -> str:
@@ -318,7 +310,7 @@ def test_diff_sees_the_order_inside_a_group_and_a_list_from_a_tuple(
 ) -> None:
     source, _ = saved
     for change in (lambda names: [*names[::-1]], tuple):
-        content = load(source)
+        content = torch.load(source)
         group = content["optimizer"]["param_groups"][1]
         group["params"] = change(group["params"])
         torch.save(content, tmp_path / "other.pt")
@@ -369,7 +361,7 @@ def test_diff_does_not_match_places_in_the_model_by_position_where_buffers_make_
     """The position in a group is another parameter's: what settles it is asked for, and takes effect."""
     model, optimizer = matrices("mzak")
     saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
-    content = load(tmp_path / "own.ckpt")
+    content = torch.load(tmp_path / "own.ckpt")
     weights = content["state_dict"]
     content["state_dict"] = {"scale": torch.ones(4, 4), **weights}
     torch.save(content, tmp_path / "own.ckpt")
@@ -410,7 +402,7 @@ def test_the_storage_reader_reads_lightnings_ids_without_gaps_as_places(tmp_path
         entry["exp_avg"].zero_()
     state = {"model": again.state_dict(), "optimizer": states}
     dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "own.ckpt"))
-    assert same({name: each["exp_avg"] for name, each in state["optimizer"]["state"].items()}, truth(model, optimizer))
+    assert identical(moments(states), truth(model, optimizer))
 
 
 def test_a_lightning_file_that_became_plain_counts_as_torch_optim_does(tmp_path: Path) -> None:
@@ -420,12 +412,12 @@ def test_a_lightning_file_that_became_plain_counts_as_torch_optim_does(tmp_path:
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "plain.pt", flavor="plain")
     assert fsdpckpt.inspect(tmp_path / "plain.pt").checkpoint.flavor == "plain"
     fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "again.pt", dtype="float32")
-    assert list(load(tmp_path / "again.pt")) == ["model", "optimizer", "pytorch-lightning_version"]
+    assert list(torch.load(tmp_path / "again.pt")) == ["model", "optimizer", "pytorch-lightning_version"]
     with pytest.raises(NeedsInformationError):
         fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "named.pt", key_type="name", parameters=names)
     names.write_text("embed.weight\ngate.weight\n\n" + "\n".join(n for n in expected if n.startswith("body")))
     fsdpckpt.convert(tmp_path / "plain.pt", tmp_path / "named.pt", key_type="name", parameters=names)
-    assert same(moments(load(tmp_path / "named.pt")["optimizer"]), expected)
+    assert identical(moments(torch.load(tmp_path / "named.pt")["optimizer"]), expected)
 
 
 def saved_under_ddp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -445,10 +437,10 @@ def test_ids_that_ddp_may_have_counted_are_a_warning_that_says_what_settles_it(t
     saved_under_ddp(tmp_path / "ddp.ckpt", model, optimizer)
     (doubt,) = doubts(tmp_path / "ddp.ckpt", tmp_path / "guessed.pt")
     assert "DDP saves files that look the same" in doubt and "--parameters FILE" in doubt
-    assert not same(moments(load(tmp_path / "guessed.pt")["optimizer"]), truth(model, optimizer))
+    assert not identical(moments(torch.load(tmp_path / "guessed.pt")["optimizer"]), truth(model, optimizer))
     (tmp_path / "order.txt").write_text("m.weight\nz.weight\n\na.weight\nk.weight\n")
     assert doubts(tmp_path / "ddp.ckpt", tmp_path / "settled.pt", parameters=tmp_path / "order.txt") == []
-    assert same(moments(load(tmp_path / "settled.pt")["optimizer"]), truth(model, optimizer))
+    assert identical(moments(torch.load(tmp_path / "settled.pt")["optimizer"]), truth(model, optimizer))
 
 
 @pytest.mark.parametrize("own", [("zamk",), ("za", "mk"), ("zm", "ak")])
@@ -459,7 +451,7 @@ def test_lightnings_own_ids_are_doubted_only_if_torch_optim_may_have_counted_the
     saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
     found = doubts(tmp_path / "own.ckpt", tmp_path / "x.pt")
     assert bool(found) is (own == ("za", "mk")), "one group is in the order of the model; 0, 2 and 1, 3 have gaps"
-    assert same(moments(load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
+    assert identical(moments(torch.load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
 
 
 def test_shapes_that_leave_one_way_leave_no_doubt(tmp_path: Path) -> None:
@@ -470,4 +462,4 @@ def test_shapes_that_leave_one_way_leave_no_doubt(tmp_path: Path) -> None:
     optimizer.step()
     saved_under_ddp(tmp_path / "ddp.ckpt", model, optimizer)
     assert doubts(tmp_path / "ddp.ckpt", tmp_path / "x.pt") == []
-    assert same(moments(load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))
+    assert identical(moments(torch.load(tmp_path / "x.pt")["optimizer"]), truth(model, optimizer))

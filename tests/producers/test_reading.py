@@ -58,14 +58,6 @@ def full(source: Path, target: Path, **options: Any) -> dict[str, Any]:
     return content
 
 
-def same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return identical(found, expected) and found.dtype == expected.dtype
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
-    return type(found) is type(expected) and found == expected
-
-
 def test_composers_nested_state_is_read(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path) -> None:
     model, optimizer = trained
     path = tmp_path / "ep1-ba20"
@@ -73,7 +65,8 @@ def test_composers_nested_state_is_read(trained: tuple[nn.Module, torch.optim.Op
     save_dcp({"state": state, "rng": [{"python": [1, 2]}]}, path)
     assert inspect(path).checkpoint.flavor == "composer"
     found = full(path, tmp_path / "full.pt")
-    assert same(found["model"], dict(model.state_dict())) and same(found["optimizer"], by_name(model, optimizer))
+    assert identical(found["model"], model.state_dict())
+    assert identical(found["optimizer"], by_name(model, optimizer))
     assert found["state"] == {"timestamp": 5} and found["rng"] == [{"python": [1, 2]}]
 
 
@@ -89,7 +82,8 @@ def test_torchtunes_weights_and_recipe_state_are_one_checkpoint(
     torch.save({"optimizer": by_name(model, optimizer), "epochs_run": 1, "seed": 3}, path / "recipe_state.pt")
     assert inspect(path).checkpoint.flavor == "torchtune"
     found = full(path, tmp_path / "full.pt")
-    assert same(found["model"], dict(model.state_dict())) and same(found["optimizer"], by_name(model, optimizer))
+    assert identical(found["model"], model.state_dict())
+    assert identical(found["optimizer"], by_name(model, optimizer))
 
 
 def test_torchtunes_distributed_state_keeps_its_ids(
@@ -100,7 +94,7 @@ def test_torchtunes_distributed_state_keeps_its_ids(
     save_dcp({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs_run": 1}, path)
     assert inspect(path).checkpoint.flavor == "torchtune"
     found = full(path, tmp_path / "full.pt")
-    assert same(found["optimizer"], optimizer.state_dict()) and found["epochs_run"] == 1
+    assert identical(found["optimizer"], optimizer.state_dict()) and found["epochs_run"] == 1
 
 
 def test_a_composer_run_goes_on_under_torchtitan(

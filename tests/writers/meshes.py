@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdpckpt.ir import placements as ir
 from fsdpckpt.ir.placements import MeshShape, Sharding
 from tests.oracle.compare import identical
-from tests.writers.source import same
 
 __all__ = [
     "MESHES",
@@ -172,7 +171,7 @@ def assert_equal(found: Any, expected: Any, where: str, *, first_mesh: bool = Tr
         # Placements are made by their __setstate__: without it they are equal all the same, and crash when used.
         assert [one.is_replicate() for one in found.placements] == [one.is_replicate() for one in expected.placements]
         assert found.stride() == expected.stride(), where
-        assert same(found.to_local(), expected.to_local()), where
+        assert identical(found.to_local(), expected.to_local()), where
         ours, theirs = found.device_mesh, expected.device_mesh
         if not first_mesh:
             assert ours == theirs and ours.get_coordinate() == theirs.get_coordinate(), where
@@ -183,6 +182,6 @@ def assert_equal(found: Any, expected: Any, where: str, *, first_mesh: bool = Tr
             assert identical(mine.mesh, real.mesh) and mine.get_rank() == real.get_rank(), where
             assert vars(mine).keys() == vars(real).keys()
     elif isinstance(expected, torch.Tensor):
-        assert type(found) is torch.Tensor and same(found, expected), where
+        assert type(found) is torch.Tensor and identical(found, expected), where
     else:
         assert found == expected, where

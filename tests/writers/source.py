@@ -22,11 +22,6 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes."""
-    return a.dtype == b.dtype and a.shape == b.shape and raw_bytes(a) == raw_bytes(b)
-
-
 def random_tensor(dtype: torch.dtype, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     """Random bits that are no zeros, of any dtype (bools are 0 or 1)."""
     count = torch.Size(shape).numel() * dtype.itemsize

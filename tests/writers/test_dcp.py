@@ -25,8 +25,9 @@ from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out
 from tests.materialise import materialise
+from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank, rows
-from tests.writers.source import Raw, Trained, checkpoint, same
+from tests.writers.source import Raw, Trained, checkpoint
 from tests.writers.writer_contract import WriterContract
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,10 +64,10 @@ def test_torchs_own_converter_joins_every_bit(tmp_path, key_type, world_size, so
     directory, _ = written(tmp_path, source.checkpoint, source.raw, world_size)
     joined = as_torch(directory, tmp_path)
     assert joined.keys() == {"model", "optimizer", "epoch"} and joined["epoch"] == 7
-    assert all(same(joined["model"][name], weight) for name, weight in source.weights.items())
+    assert all(identical(joined["model"][name], weight) for name, weight in source.weights.items())
     for key, states in source.states.items():  # torch's converter turns ids into text
         for name, state in states.items():
-            assert same(joined["optimizer"]["state"][str(key)][name], state)
+            assert identical(joined["optimizer"]["state"][str(key)][name], state)
     assert joined["optimizer"]["param_groups"] == source.groups
 
 
@@ -153,7 +154,7 @@ def test_every_item_is_an_archive_of_its_own_with_right_checksums_and_aligned_da
         if index.offset is not None and index.fqn.startswith("model."):
             whole = source.weights[index.fqn.removeprefix("model.")]
             box = tuple(slice(at, at + n) for at, n in zip(index.offset, value.shape, strict=True))
-            assert same(value, whole[box])
+            assert identical(value, whole[box])
 
 
 def test_each_rank_finds_its_rows_in_its_own_file_and_the_rest_is_where_dcp_save_puts_it(tmp_path):
@@ -184,7 +185,7 @@ def test_the_sources_chunks_are_kept_when_no_world_size_is_asked_for(tmp_path):
     }
     assert chunks == {"model.w": [(0, 0), (4, 0), (8, 0)], "model.few": [(0, 0), (1, 0)], "model.b": [(0,)]}
     joined = as_torch(directory, tmp_path)["model"]
-    assert same(joined["w"], weight) and same(joined["few"], weight[:2]) and same(joined["b"], buffer)
+    assert identical(joined["w"], weight) and identical(joined["few"], weight[:2]) and identical(joined["b"], buffer)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "uint16", "bool", "complex128", "int8", "float64"])
@@ -199,7 +200,7 @@ def test_unusual_dtypes_scalars_and_empty_tensors_load(tmp_path, name):
     model = {key: raw.whole(tensor, sharded=True) for key, tensor in tensors.items()}
     directory, _ = written(tmp_path, checkpoint(model), raw, 2)
     joined = as_torch(directory, tmp_path)["model"]
-    assert all(same(joined[key], tensor) for key, tensor in tensors.items())
+    assert all(identical(joined[key], tensor) for key, tensor in tensors.items())
 
 
 class Toy(torch.nn.Module):
@@ -246,13 +247,13 @@ def test_fsdp2_loads_its_model_and_optimizer(tmp_path, written_for, rank, world_
         weights = model.state_dict()
         for (name, parameter), before in zip(other.named_parameters(), model.parameters(), strict=True):
             assert isinstance(parameter, DTensor)
-            assert same(parameter.to_local(), rows(weights[name], rank, world_size))
+            assert identical(parameter.to_local(), rows(weights[name], rank, world_size))
             for moment in ("exp_avg", "exp_avg_sq"):
-                assert same(
+                assert identical(
                     again.state[parameter][moment].to_local(), rows(optimizer.state[before][moment], rank, world_size)
                 )
             assert float(again.state[parameter]["step"]) == 1.0
-        assert same(other.seen, weights["seen"])
+        assert identical(other.seen, weights["seen"])
         assert (again.param_groups[0]["lr"], tuple(again.param_groups[0]["betas"])) == (0.125, (0.5, 0.75))
 
 
@@ -310,7 +311,7 @@ def test_casts_show_in_metadata_and_items(tmp_path):
     entry = metadata(directory).state_dict_metadata["model.emb.weight"]
     assert entry.properties.dtype == torch.float64
     joined = as_torch(directory, tmp_path)
-    assert same(joined["model"]["emb.weight"], source.weights["emb.weight"].double())
+    assert identical(joined["model"]["emb.weight"], source.weights["emb.weight"].double())
     assert joined["model"]["steps_seen"].dtype == torch.int64
 
 

@@ -25,6 +25,7 @@ from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import WriteSpec, torch_ranks
 from fsdpckpt.writers import dcp as dcp_writer
 from tests.materialise import materialise
+from tests.oracle.compare import identical
 from tests.readers.played_ranks import as_rank, save_as_ranks
 from tests.writers.meshes import (
     MESHES,
@@ -38,7 +39,7 @@ from tests.writers.meshes import (
     over_tp,
     sharded_model,
 )
-from tests.writers.source import Raw, checkpoint, same
+from tests.writers.source import Raw, checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,7 +148,7 @@ def test_uneven_rows_cut_twice_are_saved_as_the_ranks_hold_them(case: MeshCase, 
     materialise(dcp_writer.lay_out(source, spec_of(case)), raw.files, str(tmp_path))
     state = joined(tmp_path, tmp_path)
     for name, value in net(case.world_size, 3).state_dict().items():
-        assert same(state["model"][name], value), name
+        assert identical(state["model"][name], value), name
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2), (2, 4), (4, 4), (8, 8)])
@@ -167,14 +168,14 @@ def test_sharded_tensors_of_hybrid_shard_are_those_of_each_sharding_group(
                 found = torch.load(path, weights_only=False)
             for name, whole in net(case.world_size, 3).state_dict().items():
                 if name == "seen":
-                    assert same(found[name], whole)
+                    assert identical(found[name], whole)
                     continue
                 truth = _create_chunk_sharded_tensor(whole, rank % shard, shard, 8, group, torch.device("cpu"))
                 shards, *described = found[name].__getstate__()
                 true_shards, *expected = truth.__getstate__()
                 assert described == expected, name
                 assert [one.metadata for one in shards] == [one.metadata for one in true_shards], name
-                assert all(same(one.tensor, true.tensor) for one, true in zip(shards, true_shards, strict=True))
+                assert all(identical(one.tensor, true.tensor) for one, true in zip(shards, true_shards, strict=True))
 
 
 def test_a_sharded_tensor_cannot_be_on_a_mesh_of_tensor_parallelism() -> None:

@@ -14,8 +14,9 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.safetensors import lay_out
 from tests.materialise import materialise
+from tests.oracle.compare import identical
 from tests.readers.contents import opened
-from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same
+from tests.writers.source import Raw, Trained, checkpoint, random_tensor
 from tests.writers.writer_contract import WriterContract
 
 HELD = [name for name, dtype in DTYPES.items() if dtype.safetensors is not None]
@@ -45,7 +46,7 @@ def test_one_file_holds_both_sections(tmp_path, ranks):
     for key, states in source.states.items():
         expected |= {f"optimizer.state.{key}.{name}": state for name, state in states.items()}
     assert loaded.keys() == expected.keys()
-    assert all(same(loaded[key], tensor) for key, tensor in expected.items())
+    assert all(identical(loaded[key], tensor) for key, tensor in expected.items())
     found = document(path)
     assert (found["version"], found["sections"], found["extra"]) == (1, True, {"epoch": 7})
     assert found["optim"]["key_type"] == "id" and found["optim"]["param_keys"] == [[0, 1], [2, 3, 4]]
@@ -62,7 +63,7 @@ def test_every_dtype_safetensors_knows_loads(tmp_path, name):
     raw = Raw()
     path, target = written(tmp_path, checkpoint({key: raw.whole(tensor) for key, tensor in tensors.items()}), raw)
     loaded = safetensors.torch.load_file(path)
-    assert all(same(loaded[key], tensor) for key, tensor in tensors.items())
+    assert all(identical(loaded[key], tensor) for key, tensor in tensors.items())
     assert all(write_item.offset % min(write_item.dtype.itemsize, 8) == 0 for write_item in target.files[0].write_items)
 
 
@@ -110,7 +111,7 @@ def test_shards_follow_hugging_faces_names_and_index(tmp_path):
     assert list(index["weight_map"]) == list(weights)
     for name, weight in weights.items():
         loaded = safetensors.torch.load_file(os.path.join(path, index["weight_map"][name]))
-        assert same(loaded[name], weight)
+        assert identical(loaded[name], weight)
     assert document(os.path.join(path, names[0]))["model_order"] == list(weights)
     with safetensors.safe_open(os.path.join(path, names[1]), "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
@@ -124,9 +125,9 @@ def test_a_directory_keeps_model_and_optimizer_apart(tmp_path):
     model = safetensors.torch.load_file(os.path.join(path, "model.safetensors"))
     optim = safetensors.torch.load_file(os.path.join(path, "optimizer.safetensors"))
     assert model.keys() == source.weights.keys()
-    assert all(same(model[name], weight) for name, weight in source.weights.items())
+    assert all(identical(model[name], weight) for name, weight in source.weights.items())
     for key, states in source.states.items():
-        assert all(same(optim[f"state.{key}.{name}"], state) for name, state in states.items())
+        assert all(identical(optim[f"state.{key}.{name}"], state) for name, state in states.items())
     assert "sections" not in document(os.path.join(path, "model.safetensors"))
     assert "extra" not in document(os.path.join(path, "model.safetensors"))
 
@@ -140,7 +141,7 @@ def test_a_directory_keeps_extras_in_a_file_of_their_own(tmp_path):
     path, target = written(tmp_path, held, source.raw, single=False)
     assert safetensors.torch.load_file(os.path.join(path, "model.safetensors")).keys() == source.weights.keys()
     loaded = safetensors.torch.load_file(os.path.join(path, "extra_state.safetensors"))
-    assert same(loaded["extra.rng_state.cpu"], rng) and same(loaded["extra.ema.a.w"], average)
+    assert identical(loaded["extra.rng_state.cpu"], rng) and identical(loaded["extra.ema.a.w"], average)
     (note,) = (note for note in target.notes if note.kind == "carried")
     assert "extra_state.safetensors" in note.message and note.keys == ("rng_state", "ema", "epoch")
     again = opened(path)
@@ -166,7 +167,7 @@ def test_what_is_no_tensor_is_in_the_document_and_tensors_in_values_have_keys(tm
     extra = {"rng": (raw.whole(rng),), 3: "int key"}
     path, _ = written(tmp_path, checkpoint(model, optim, extra), raw)
     loaded, found = safetensors.torch.load_file(path), document(path)
-    assert same(loaded["optimizer.param_groups.0.lr"], lr) and same(loaded["extra.rng.0"], rng)
+    assert identical(loaded["optimizer.param_groups.0.lr"], lr) and identical(loaded["extra.rng.0"], rng)
     assert found["optim"]["param_groups"] == [{"params": ["w"], "lr": {"$tensor": "optimizer.param_groups.0.lr"}}]
     assert found["optim"]["state_values"] == {"w": {"step": 3, "none": None}} and found["optim"]["extra"] == {"user": 1}
     assert found["extra"] == {"$dict": [["rng", {"$tuple": [{"$tensor": "extra.rng.0"}]}], [3, "int key"]]}
@@ -188,7 +189,7 @@ def test_views_and_casts_are_written_dense(tmp_path):
     model = {"t": raw.views(base.t())[0], "s": raw.views(base[::2, 1:4])[0]}
     path, _ = written(tmp_path, checkpoint(model), raw, dtypes=DtypeRule(model=DTYPES["bfloat16"]))
     loaded = safetensors.torch.load_file(path)
-    assert same(loaded["t"], base.t().bfloat16()) and same(loaded["s"], base[::2, 1:4].bfloat16())
+    assert identical(loaded["t"], base.t().bfloat16()) and identical(loaded["s"], base[::2, 1:4].bfloat16())
 
 
 class TestSafetensorsFileWriter(WriterContract):

@@ -12,7 +12,8 @@ from fsdpckpt.ir.values import Global, Object
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_full import lay_out
 from tests.materialise import materialise
-from tests.writers.source import Raw, Trained, checkpoint, random_tensor, same
+from tests.oracle.compare import identical
+from tests.writers.source import Raw, Trained, checkpoint, random_tensor
 from tests.writers.writer_contract import WriterContract
 
 SAVED_DTYPES = [name for name, dtype in DTYPES.items() if dtype.numpy is not None or name == "complex32"]
@@ -34,11 +35,11 @@ def test_model_and_optimizer_load_with_their_key_types_and_every_bit(tmp_path, k
     loaded, _ = written(tmp_path, source.checkpoint, source.raw)
     assert list(loaded) == ["model", "optimizer", "epoch"]
     assert list(loaded["model"]) == list(source.weights)
-    assert all(same(loaded["model"][name], weight) for name, weight in source.weights.items())
+    assert all(identical(loaded["model"][name], weight) for name, weight in source.weights.items())
     assert list(loaded["optimizer"]["state"]) == list(source.states)
     for key, states in source.states.items():
         assert list(loaded["optimizer"]["state"][key]) == list(states)
-        assert all(same(loaded["optimizer"]["state"][key][name], state) for name, state in states.items())
+        assert all(identical(loaded["optimizer"]["state"][key][name], state) for name, state in states.items())
     assert loaded["optimizer"]["param_groups"] == source.groups
     assert [type(group["betas"]) for group in loaded["optimizer"]["param_groups"]] == [tuple, tuple]
     assert loaded["epoch"] == 7
@@ -73,7 +74,7 @@ def test_torch_itself_takes_both_parts(tmp_path):
         two.zero_grad()
         one(data).square().sum().backward()
         two.step()
-    assert all(same(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert all(identical(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 @pytest.mark.parametrize("name", SAVED_DTYPES)
@@ -84,7 +85,7 @@ def test_every_dtype_survives(tmp_path, name):
     }
     raw = Raw()
     loaded, _ = written(tmp_path, checkpoint({key: raw.whole(tensor) for key, tensor in tensors.items()}), raw)
-    assert all(same(loaded["model"][key], tensor) for key, tensor in tensors.items())
+    assert all(identical(loaded["model"][key], tensor) for key, tensor in tensors.items())
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
@@ -93,7 +94,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     a, b = raw.views(weight, weight)
     loaded, target = written(tmp_path, checkpoint({"emb": a, "head": b, "other": raw.whole(weight)}), raw)
     model = loaded["model"]
-    assert same(model["emb"], weight) and same(model["head"], weight)
+    assert identical(model["emb"], weight) and identical(model["head"], weight)
     assert model["emb"].data_ptr() == model["head"].data_ptr() != model["other"].data_ptr()
     assert len(target.files[0].write_items) == 2
 
@@ -104,7 +105,7 @@ def test_tied_weights_of_a_sharded_source_stay_tied(tmp_path):
     sharded = raw.sharded(weight, 4)
     twin = type(sharded)(sharded.dtype, sharded.shape, sharded.chunks, sharded=True)
     loaded, target = written(tmp_path, checkpoint({"emb": sharded, "head": twin}), raw)
-    assert same(loaded["model"]["emb"], weight)
+    assert identical(loaded["model"]["emb"], weight)
     assert loaded["model"]["emb"].data_ptr() == loaded["model"]["head"].data_ptr()
     assert len(target.files[0].write_items) == 1
 
@@ -119,7 +120,7 @@ def test_overlapping_views_share_one_record_over_their_union(tmp_path, cast):
     loaded, target = written(tmp_path, ckpt, raw, dtypes=rule)
     dtype = getattr(torch, cast) if cast else torch.float32
     for number, view in enumerate(views):
-        assert same(loaded["model"][str(number)], view.to(dtype))
+        assert identical(loaded["model"][str(number)], view.to(dtype))
     storages = [loaded["model"][str(number)].untyped_storage() for number in range(4)]
     assert storages[0].data_ptr() == storages[1].data_ptr() == storages[2].data_ptr() != storages[3].data_ptr()
     assert [write_item.nbytes // dtype.itemsize for write_item in target.files[0].write_items] == [32, 4]
@@ -132,7 +133,7 @@ def test_views_of_several_dtypes_are_copied_apart_and_noted(tmp_path):
     raw = Raw()
     a, b = raw.views(base, base.view(torch.int32)[2:])
     loaded, target = written(tmp_path, checkpoint({"a": a, "b": b}), raw)
-    assert same(loaded["model"]["a"], base) and same(loaded["model"]["b"], base.view(torch.int32)[2:].clone())
+    assert identical(loaded["model"]["a"], base) and identical(loaded["model"]["b"], base.view(torch.int32)[2:].clone())
     assert [note.kind for note in target.notes] == ["unshared"]
 
 
@@ -142,7 +143,7 @@ def test_optimizer_views_of_one_large_buffer_become_compact(tmp_path):
     a, b = raw.views(base[3:13].view(2, 5), base[500:505])
     loaded, target = written(tmp_path, checkpoint(optim=Optimizer.of({0: {"m": a, "v": b}}, None)), raw)
     state = loaded["optimizer"]["state"][0]
-    assert same(state["m"], base[3:13].view(2, 5)) and same(state["v"], base[500:505])
+    assert identical(state["m"], base[3:13].view(2, 5)) and identical(state["v"], base[500:505])
     assert sum(write_item.nbytes for write_item in target.files[0].write_items) == 60
 
 
@@ -157,7 +158,7 @@ def test_permuted_dense_memory_keeps_its_order_and_gaps_are_closed(tmp_path):
     ckpt = checkpoint({name: raw.views(tensor)[0] for name, tensor in tensors.items()})
     loaded, target = written(tmp_path, ckpt, raw)
     for name, tensor in tensors.items():
-        assert same(loaded["model"][name], tensor), name
+        assert identical(loaded["model"][name], tensor), name
     strides = [loaded["model"][name].stride() for name in tensors]
     assert strides == [(1, 3), (60, 1, 15, 3), (2, 1), (3, 1)]
     assert [write_item.nbytes for write_item in target.files[0].write_items] == [60, 480, 24, 48]
@@ -168,10 +169,10 @@ def test_casts_touch_floating_weights_and_moments_but_no_counter(tmp_path):
     rule = DtypeRule(model=DTYPES["float16"], optim=DTYPES["bfloat16"])
     loaded, target = written(tmp_path, source.checkpoint, source.raw, dtypes=rule)
     for name, weight in source.weights.items():
-        assert same(loaded["model"][name], weight.half() if weight.is_floating_point() else weight)
+        assert identical(loaded["model"][name], weight.half() if weight.is_floating_point() else weight)
     for key, states in source.states.items():
         for name, state in states.items():
-            assert same(loaded["optimizer"]["state"][key][name], state if name == "step" else state.bfloat16())
+            assert identical(loaded["optimizer"]["state"][key][name], state if name == "step" else state.bfloat16())
     assert sorted(note.message for note in target.notes) == [
         "model: 1 tensor cast from bfloat16 to float16",
         "model: 4 tensors cast from float32 to float16",
@@ -183,7 +184,7 @@ def test_one_section_alone_is_its_own_dict_when_bare(tmp_path):
     raw = Raw()
     weight = torch.randn(3, 2)
     loaded, _ = written(tmp_path, checkpoint({"w": raw.whole(weight)}), raw, bare=True)
-    assert list(loaded) == ["w"] and same(loaded["w"], weight)
+    assert list(loaded) == ["w"] and identical(loaded["w"], weight)
     optim = Optimizer.of({}, [{"params": [0], "lr": 0.1}], {"user": "entry"})
     loaded, _ = written(tmp_path, checkpoint(optim=optim), raw, bare=True)
     assert loaded == {"state": {}, "param_groups": [{"params": [0], "lr": 0.1}], "user": "entry"}
@@ -208,7 +209,7 @@ def test_values_that_are_no_tensor_survive_with_their_types(tmp_path):
     loaded, _ = written(tmp_path, checkpoint(optim=optim, extra=extra), raw)
     assert loaded["optimizer"]["state"] == optim.state
     groups = loaded["optimizer"]["param_groups"]
-    assert same(groups[0].pop("lr"), lr)
+    assert identical(groups[0].pop("lr"), lr)
     assert groups == [{"params": [1, 0], "betas": (0.9, 0.99), "big": 2**80}, {"params": [], "lr": 1}]
     assert list(loaded) == ["optimizer", "rng", "size", "bytes", "set", 9]
     assert (loaded["bytes"], loaded["set"], loaded[9]) == (b"\x00\xff", {1, 3}, (None, (1,)))

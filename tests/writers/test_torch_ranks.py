@@ -20,8 +20,9 @@ from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_ranks import RankFiles, lay_out
 from tests.materialise import materialise
+from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank, rows
-from tests.writers.source import Raw, Trained, checkpoint, same
+from tests.writers.source import Raw, Trained, checkpoint
 from tests.writers.writer_contract import WriterContract
 
 
@@ -64,14 +65,14 @@ def test_every_rank_holds_the_dtensors_torch_would_give_it(tmp_path, world_size,
             assert load(tmp_path, "extra_state", rank, world_size, weights_only=True) == {"epoch": 7}
             for name, whole, held in leaves(source, model, optim):
                 if name == "steps_seen" or name.endswith("step"):
-                    assert type(held) is torch.Tensor and same(held, whole)
+                    assert type(held) is torch.Tensor and identical(held, whole)
                     continue
                 expected = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
                 assert type(held) is DTensor
                 assert held._spec == expected._spec and hash(held._spec) == hash(expected._spec)
                 assert vars(held.device_mesh).keys() == vars(expected.device_mesh).keys()
                 assert held.device_mesh.get_local_rank() == rank
-                assert same(held.to_local(), rows(whole, rank, world_size)), name
+                assert identical(held.to_local(), rows(whole, rank, world_size)), name
                 assert held.stride() == expected.stride() and not held.requires_grad
             assert optim["param_groups"] == source.groups
 
@@ -88,7 +89,7 @@ def test_every_rank_holds_the_sharded_tensors_fsdp1_would_give_it(tmp_path, worl
             optim = load(tmp_path, "optim", rank, world_size, weights_only=False)
             for name, whole, held in leaves(source, model, optim):
                 if name == "steps_seen" or name.endswith("step"):
-                    assert type(held) is torch.Tensor and same(held, whole)
+                    assert type(held) is torch.Tensor and identical(held, whole)
                     continue
                 expected = _create_chunk_sharded_tensor(
                     whole, rank, world_size, 8, dist.group.WORLD, torch.device("cpu")
@@ -99,7 +100,7 @@ def test_every_rank_holds_the_sharded_tensors_fsdp1_would_give_it(tmp_path, worl
                 assert group == true_group
                 assert len(shards) == len(true_shards)
                 for shard, true_shard in zip(shards, true_shards, strict=True):
-                    assert same(shard.tensor, true_shard.tensor) and shard.metadata == true_shard.metadata
+                    assert identical(shard.tensor, true_shard.tensor) and shard.metadata == true_shard.metadata
 
 
 class Toy(torch.nn.Module):
@@ -144,10 +145,10 @@ def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank,
         for name, parameter in truth.named_parameters():
             held = model.get_parameter(name)
             assert held._spec == parameter._spec
-            assert same(held.to_local(), parameter.to_local())
-            assert same(held.to_local(), rows(weights[name], rank, world_size))
-            assert same(optimizer.state[held]["exp_avg"].to_local(), rows(moments[name], rank, world_size))
-        assert same(model.seen, weights["seen"])
+            assert identical(held.to_local(), parameter.to_local())
+            assert identical(held.to_local(), rows(weights[name], rank, world_size))
+            assert identical(optimizer.state[held]["exp_avg"].to_local(), rows(moments[name], rank, world_size))
+        assert identical(model.seen, weights["seen"])
         assert optimizer.param_groups[0]["lr"] == 0.25
 
 
@@ -160,7 +161,7 @@ def test_tied_shards_share_one_record(tmp_path):
     with as_rank(1, 4):
         loaded = load(tmp_path, "model", 1, 4, weights_only=True)
         emb, head = loaded["emb"].to_local(), loaded["head"].to_local()
-        assert same(emb, weight[2:4]) and emb.data_ptr() == head.data_ptr()
+        assert identical(emb, weight[2:4]) and emb.data_ptr() == head.data_ptr()
 
 
 def test_each_rank_gets_the_extras_of_its_source_rank(tmp_path):
@@ -171,7 +172,7 @@ def test_each_rank_gets_the_extras_of_its_source_rank(tmp_path):
     target = written(tmp_path, ckpt, raw, 3, TensorForm.DTENSOR)
     for rank in range(3):
         extra = load(tmp_path, "extra_state", rank, 3, weights_only=True)
-        assert extra["epoch"] == 4 and same(extra["rng"]["cpu"], states[rank % 2])
+        assert extra["epoch"] == 4 and identical(extra["rng"]["cpu"], states[rank % 2])
     assert [note.kind for note in target.notes] == ["inferred", "inferred"]
     assert [
         note.kind for note in lay_out(ckpt, WriteSpec(world_size=1, tensor=TensorForm.DTENSOR, mesh_device="cpu")).notes
@@ -186,7 +187,7 @@ def test_shards_are_cast_like_whole_tensors(tmp_path):
         loaded = load(tmp_path, "model", 1, 2, weights_only=True)
         held = loaded["emb.weight"]
         assert held.dtype == held._spec.tensor_meta.dtype == torch.float16
-        assert same(held.to_local(), source.weights["emb.weight"][9:].half())
+        assert identical(held.to_local(), source.weights["emb.weight"][9:].half())
 
 
 @pytest.mark.parametrize("form", [TensorForm.DTENSOR, TensorForm.SHARDED_TENSOR])

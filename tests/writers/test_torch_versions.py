@@ -21,7 +21,6 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.writers.dtensor_pickle import target_version
 from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank
-from tests.writers.source import same
 
 try:
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -119,7 +118,7 @@ def test_each_rank_gets_the_dtensors_that_this_torch_saves(tmp_path: Path, kind:
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert type(found[name]) is DTensor
-                assert same(found[name].to_local(), tensor.to_local()), name
+                assert identical(found[name].to_local(), tensor.to_local()), name
                 assert found[name].placements == tensor.placements and found[name].shape == tensor.shape
                 assert found[name].stride() == tensor.stride()
                 ours, theirs = found[name].device_mesh, tensor.device_mesh
@@ -139,7 +138,7 @@ def test_dcp_of_this_torch_loads_what_is_written_and_what_storage_reader_reads(t
         loaded = {"model": {name: torch.empty_like(whole) for name, whole in WHOLE.items()}}
         dcp.load(loaded, storage_reader=reader)
         for name, whole in WHOLE.items():
-            assert same(loaded["model"][name], whole), name
+            assert identical(loaded["model"][name], whole), name
 
 
 @pytest.mark.parametrize("version", ["2.4", "2.6", "2.9", "2.10", "2.12", "2.13", "2.15"])

@@ -20,8 +20,9 @@ from fsdpckpt.writers import WriteSpec
 from fsdpckpt.writers.universal import lay_out
 from tests.golden.deepspeed.resume import FSDP2, HERE, digests
 from tests.materialise import materialise
+from tests.oracle.compare import identical
 from tests.readers.contents import opened
-from tests.writers.source import Raw, Trained, same
+from tests.writers.source import Raw, Trained
 from tests.writers.writer_contract import WriterContract
 
 FLAVOR = "deepspeed-universal"
@@ -60,7 +61,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
     fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "out", flavor=FLAVOR)
     assert fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "out").same
     fsdpckpt.convert(tmp_path / "out", tmp_path / "back.pt", to="full", verify="full")
-    assert same(torch_load(tmp_path / "back.pt")["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.25))
+    assert identical(torch_load(tmp_path / "back.pt")["optimizer"]["param_groups"][0]["lr"], torch.tensor(0.25))
 
 
 def test_every_file_that_deepspeed_makes_is_there_with_the_same_content(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_every_file_that_deepspeed_makes_is_there_with_the_same_content(tmp_path
             if isinstance(one, dict):
                 assert other.keys() == one.keys() and other["cat_dim"] == one["cat_dim"]
                 one, other = one["param"], other["param"]
-            assert same(one, other), name
+            assert identical(one, other), name
             compared += 1
     assert compared == 60
     assert (tmp_path / "ours" / "latest_universal").read_text() == (
@@ -140,7 +141,7 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert {name: tuple(value.shape) for name, value in state["module"].items()} == {"head": (0,), "embed": (0,)}
     fsdpckpt.convert(str(tmp_path / "out"), str(tmp_path / "full.pt"))
     model = torch_load(tmp_path / "full.pt")["model"]
-    assert list(model) == ["head", "embed"] and same(model["head"], model["embed"])
+    assert list(model) == ["head", "embed"] and identical(model["head"], model["embed"])
 
 
 def test_tied_weights_of_flat_parameters_are_written_once_without_an_optimizer(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ class TestUniversalWriter(WriterContract):
         for name, states in trained.states.items():
             for state, tensor in {**states, "fp32": trained.weights[name]}.items():
                 loaded = torch_load(step / "zero" / name / f"{state}.pt")
-                assert same(loaded if state == "step" else loaded["param"], tensor)
+                assert identical(loaded if state == "step" else loaded["param"], tensor)
         assert torch_load(step / "mp_rank_00_model_states.pt")["epoch"] == 7
         assert torch_load(step / "zero_pp_rank_0_mp_rank_00_model_states.pt")["module"] == {}
         assert len(torch_load(step / "zero" / "optimizer_state.pt")["param_groups"]) == len(trained.groups)

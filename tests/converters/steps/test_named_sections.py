@@ -57,16 +57,6 @@ def loaded(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def equal(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and identical(found, expected)
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(equal(found[key], value) for key, value in expected.items())
-    if isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(map(equal, found, expected))
-    return bool(found == expected)
-
-
 # Several models
 
 
@@ -89,9 +79,9 @@ def test_one_of_several_models_is_taken_by_its_name(container: str, tmp_path: Pa
         fsdpckpt.convert(source, tmp_path / "no.safetensors", only="model")
     assert list(caught.value.details) == [f"--only model:{name}" for name in state]
     fsdpckpt.convert(source, tmp_path / "one.safetensors", only="model:generator_ema")
-    assert equal(safetensors.torch.load_file(tmp_path / "one.safetensors"), dict(state["generator_ema"]))
+    assert identical(safetensors.torch.load_file(tmp_path / "one.safetensors"), dict(state["generator_ema"]))
     fsdpckpt.convert(source, tmp_path / "two.safetensors", include=["generator_ema.*"])
-    assert equal(safetensors.torch.load_file(tmp_path / "two.safetensors"), dict(state["generator_ema"]))
+    assert identical(safetensors.torch.load_file(tmp_path / "two.safetensors"), dict(state["generator_ema"]))
     with pytest.raises(UsageError, match="of the name generator_emma") as wrong:
         fsdpckpt.convert(source, tmp_path / "no.pt", only="model:generator_emma")
     assert wrong.value.next_step == "did you mean --only model:generator_ema?"
@@ -114,7 +104,7 @@ def test_all_of_several_models_are_converted_and_cast(container: str, target: st
     assert found.pop("step") == 3 and found.keys() == state.keys()
     for name, net in state.items():
         expected = {key: leaf.bfloat16() for key, leaf in net.items() if (name, key) != ("critic", "1.bias")}
-        assert equal(dict(found[name]), expected), name
+        assert identical(dict(found[name]), expected), name
 
 
 def test_an_option_that_applies_to_one_of_several_models_leaves_the_others_as_they_are(tmp_path: Path) -> None:
@@ -123,7 +113,7 @@ def test_an_option_that_applies_to_one_of_several_models_leaves_the_others_as_th
     torch.save({**torch.load(source), "probe": only}, source)
     fsdpckpt.convert(source, tmp_path / "out.pt", rename={"inner": "outer"})
     found = loaded(tmp_path / "out.pt")
-    assert set(found["probe"]) == {"outer.head.weight"} and equal(dict(found["critic"]), dict(state["critic"]))
+    assert set(found["probe"]) == {"outer.head.weight"} and identical(found["critic"], state["critic"])
     with pytest.raises(UsageError, match="applies to no key"):
         fsdpckpt.convert(source, tmp_path / "no.pt", rename={"nowhere": "outer"})
     with pytest.raises(UsageError, match="matches no key") as caught:
@@ -150,10 +140,10 @@ def test_a_glob_for_a_model_is_for_its_optimizer(key_type: Any, tmp_path: Path) 
     assert list(found["generator_optimizer"]["state"]) == list(content["generator"])
     fsdpckpt.convert(source, tmp_path / "one.pt", include=["generator.*"])
     taken = loaded(tmp_path / "one.pt")
-    assert equal(taken["model"], dict(content["generator"]))
+    assert identical(taken["model"], dict(content["generator"]))
     expected = content["generator_optimizer"]["state"].values()
     for states, of_source in zip(taken["optimizer"]["state"].values(), expected, strict=True):
-        assert equal(states, of_source)
+        assert identical(states, of_source)
 
 
 PAIRS: dict[str, dict[str, str]] = {
@@ -220,9 +210,9 @@ def test_an_average_beside_the_model_is_another_model(tmp_path: Path) -> None:
     torch.save({"model": net.state_dict(), "ema": {"model": average.state_dict()}, "statistics": statistics}, source)
     assert fsdpckpt.diff(source, source, only="model:ema").same
     fsdpckpt.convert(source, tmp_path / "ema.pt", only="model:ema")
-    assert equal(dict(loaded(tmp_path / "ema.pt")), dict(average.state_dict()))
+    assert identical(loaded(tmp_path / "ema.pt"), average.state_dict())
     fsdpckpt.convert(source, tmp_path / "main.pt", only="model")
-    assert equal(dict(loaded(tmp_path / "main.pt")), dict(net.state_dict()))
+    assert identical(loaded(tmp_path / "main.pt"), net.state_dict())
     assert not fsdpckpt.diff(source, tmp_path / "main.pt", only="model:ema").same, "the average is not the model"
     document = fsdpckpt.inspect(source).to_json()
     assert {row["section"] for row in document["tensors"]} == {"model", "model:ema", "extra"}
@@ -278,12 +268,12 @@ def test_two_optimizers_and_two_schedulers_of_lightning_resume_by_default_and_as
     fsdpckpt.convert(source, tmp_path / "full.ckpt", flavor="lightning", buffers="none")
     fsdpckpt.convert(tmp_path / "full.ckpt", tmp_path / "again", flavor="lightning-model-parallel", **options)
     for name in ("default", "named", "again"):
-        assert equal(resume(tmp_path / name), expected), name
+        assert identical(resume(tmp_path / name), expected), name
         assert fsdpckpt.diff(source, tmp_path / name).same, name
     assert fsdpckpt.diff(source, tmp_path / "full.ckpt").same
     assert fsdpckpt.verify(tmp_path / "default", flavor="lightning-model-parallel").resumption.resumes
     found = torch.load(tmp_path / "full.ckpt", weights_only=False)
-    assert equal(found["optimizer_states"], full_states()) and len(found["lr_schedulers"]) == 2
+    assert identical(found["optimizer_states"], full_states()) and len(found["lr_schedulers"]) == 2
 
 
 def test_one_of_several_optimizers_is_taken_by_its_name(tmp_path: Path) -> None:
@@ -294,7 +284,7 @@ def test_one_of_several_optimizers_is_taken_by_its_name(tmp_path: Path) -> None:
     fsdpckpt.convert(source, tmp_path / "one.pt", only="optim:optimizer_1", to="full")
     found = loaded(tmp_path / "one.pt")
     assert list(found["state"]) == ["d.weight", "d.bias"]
-    assert equal(list(found["state"].values()), list(optimizers[1].state_dict()["state"].values()))
+    assert identical(list(found["state"].values()), list(optimizers[1].state_dict()["state"].values()))
 
 
 def test_a_step_that_differs_in_one_of_several_optimizers_is_a_problem(tmp_path: Path) -> None:
@@ -320,7 +310,7 @@ def test_ids_of_several_optimizers_are_those_of_their_own_models(key_type: str, 
     for name, part in parts.items():
         keys = names[name] if key_type == "name" else [0, 1]
         assert list(found[name]["optimizer"]["state"]) == keys
-        assert equal(list(found[name]["optimizer"]["state"].values()), list(part["optimizer"]["state"].values()))
+        assert identical(list(found[name]["optimizer"]["state"].values()), list(part["optimizer"]["state"].values()))
     assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / "out.pt").same
 
 
@@ -334,9 +324,9 @@ def test_names_that_a_user_of_fabric_chose_are_kept_in_every_form(tmp_path: Path
     )
     held = {key: copy.deepcopy(value) for key, value in state.items()}
     dcp.load(held, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert equal(held, state) and loaded(tmp_path / "dcp" / "meta.pt") == {"iteration": 4}
+    assert identical(held, state) and loaded(tmp_path / "dcp" / "meta.pt") == {"iteration": 4}
     fsdpckpt.convert(tmp_path / "dcp", tmp_path / "again.ckpt", to="full")
-    assert equal(torch.load(tmp_path / "again.ckpt", weights_only=False), {**state, "iteration": 4})
+    assert identical(torch.load(tmp_path / "again.ckpt", weights_only=False), {**state, "iteration": 4})
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -368,7 +358,7 @@ def test_what_is_left_of_a_wrapper_keeps_its_place_beside_the_section(target: st
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / target, **options)
     assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / target).same
     fsdpckpt.convert(tmp_path / target, tmp_path / "again.pt", to="full")
-    assert equal(loaded(tmp_path / "again.pt"), root)
+    assert identical(loaded(tmp_path / "again.pt"), root)
 
 
 class Unsafe:
@@ -391,7 +381,7 @@ def test_a_section_never_needs_the_other_one_to_be_read(only: str, damage: str, 
     with pytest.raises(fsdpckpt.SourceError):
         fsdpckpt.convert(source, tmp_path / "no.pt", to="full", container="torch", flavor="plain")
     report = fsdpckpt.convert(source, tmp_path / "out.pt", only=only, to="full", flavor="plain")
-    assert equal(loaded(tmp_path / "out.pt"), dict(sections[only]))
+    assert identical(loaded(tmp_path / "out.pt"), dict(sections[only]))
     other = next(name for section, name in names.items() if section != only)
     assert any(f"{other} is left out" in note.message for note in report.notes)
 

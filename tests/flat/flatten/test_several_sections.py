@@ -24,7 +24,7 @@ from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, Usage
 from fsdpckpt.options.commands import UnitsOptions
 from fsdpckpt.queries.units import find_units
 from tests.flat.test_several_optimizers import ODD, Block, Named, Net, Optimizers, apart, by_module, matrices_and_rest
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -191,12 +191,6 @@ def full_models(job: Job, path: Path) -> str:
     return str(path)
 
 
-def assert_same(found: Values, expected: Values) -> None:
-    assert set(found) == set(expected)
-    for key, value in expected.items():
-        assert identical(found[key], value), key
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("job_of", [several_models, both])
 def test_fsdp1_loads_every_section_on_other_ranks(
@@ -208,7 +202,7 @@ def test_fsdp1_loads_every_section_on_other_ranks(
     trained = job.run(RANKS, save=source)
     reference = full_models(job, tmp_path / "names.pt")
     fsdpckpt.convert(source, tmp_path / "flat", world_size=2, reference=reference, to="flattened", verify="full")
-    assert_same(job.run(2, load=tmp_path / "flat"), trained)
+    require_identical(job.run(2, load=tmp_path / "flat"), trained)
     assert fsdpckpt.verify(tmp_path / "flat").whole
     # What is written says itself what its flat parameters hold, also on the way over whole tensors.
     fsdpckpt.convert(tmp_path / "flat", tmp_path / "full.pt", key_type="name")
@@ -219,7 +213,7 @@ def test_fsdp1_loads_every_section_on_other_ranks(
         options = {"units": str(tmp_path / "flat" / "fsdpckpt.json")}
     options |= {"to": "flattened", "world_size": RANKS, "key_type": "id"}
     fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "again", **options)
-    assert_same(job.run(RANKS, load=tmp_path / "again"), trained)
+    require_identical(job.run(RANKS, load=tmp_path / "again"), trained)
 
 
 @pytest.mark.parametrize("key_type", ["name", "id"])
@@ -251,7 +245,7 @@ def test_flat_parameters_are_counted_as_fsdp1_lists_them_where_the_source_lists_
     assert sum("an outer module's flat parameter first" in note.message for note in report.notes) == len(models)
     keys = {(model,): one_of("optimizer" if model == "model" else f"{model}_optimizer") for model in models}
     job = Job({(model,): ODD for model in models}, keys, use_orig_params=False)
-    assert_same(job.run(2, load=tmp_path / "flat"), expected)
+    require_identical(job.run(2, load=tmp_path / "flat"), expected)
 
 
 @pytest.mark.parametrize("to", ["flattened", "sharded"])
@@ -309,7 +303,7 @@ def test_one_section_of_a_flattened_checkpoint_is_taken_alone(full: Full, tmp_pa
         fsdpckpt.convert(tmp_path / "flat", tmp_path / f"{label}.pt", only=label, key_type=key_type_of(label))
         found = torch.load(tmp_path / f"{label}.pt")
         found = found["state"] if "optim" in label else found
-        assert equal(found, expected)
+        assert identical(found, expected)
         # It is flattened alone, too, and its file has the section itself.
         fsdpckpt.convert(tmp_path / "flat", tmp_path / label, only=label, to="flattened", world_size=3)
         assert fsdpckpt.diff(tmp_path / f"{label}.pt", tmp_path / label).same
@@ -317,12 +311,6 @@ def test_one_section_of_a_flattened_checkpoint_is_taken_alone(full: Full, tmp_pa
 
 def key_type_of(label: str) -> Any:
     return "name" if "optim" in label else None
-
-
-def equal(found: Any, expected: Any) -> bool:
-    if isinstance(expected, dict):
-        return set(found) == set(expected) and all(equal(found[key], value) for key, value in expected.items())
-    return identical(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
 
 
 def test_an_average_of_weights_stays_whole(full: Full, tmp_path: Path) -> None:
@@ -337,7 +325,7 @@ def test_an_average_of_weights_stays_whole(full: Full, tmp_path: Path) -> None:
         if step == "on-3":
             fsdpckpt.convert(tmp_path / "flat", tmp_path / step, world_size=3)
         ranks = 2 if step == "flat" else 3
-        assert equal(dict(written(tmp_path / step, 1, ranks, ("ema",))), content["ema"])
+        assert identical(dict(written(tmp_path / step, 1, ranks, ("ema",))), content["ema"])
         assert fsdpckpt.diff(source, tmp_path / step).same
     fsdpckpt.convert(source, tmp_path / "ema", unit=["blocks.*"], only="model:ema", buffers=["none"], **FLAT)
     assert "_flat_param" in written(tmp_path / "ema", 0, 2, ("model",))
@@ -383,7 +371,7 @@ def test_the_units_of_every_section_are_taken_from_what_was_written(full: Full, 
         of_all = written(tmp_path / "again", 1, 3, keys)
         if "model" in label:
             alone, of_all = (each["_flat_param"].local_shards()[0].tensor for each in (alone, of_all))
-        assert equal(alone, of_all)
+        assert identical(alone, of_all)
 
 
 def test_optimizers_without_their_model_need_its_names(full: Full, tmp_path: Path) -> None:
@@ -396,7 +384,7 @@ def test_optimizers_without_their_model_need_its_names(full: Full, tmp_path: Pat
     fsdpckpt.convert(full(several_optimizers), tmp_path / "whole", unit=["blocks.*"], **FLAT)
     for key in ("muon", "adam"):
         places = (tmp_path / name for name in ("flat", "whole"))
-        assert equal(*(written(place, 0, 2, ("optimizers", key)) for place in places))
+        assert identical(*(written(place, 0, 2, ("optimizers", key)) for place in places))
 
 
 def test_states_are_made_in_every_section(full: Full, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tests.oracle.compare import differences, identical
 from tests.oracle.fake_group import as_rank
 from tests.oracle.flat_scenarios import scenario
 from tests.oracle.flat_train import built, wrap
-from tests.writers.source import Raw, checkpoint, same
+from tests.writers.source import Raw, checkpoint
 from tests.writers.writer_contract import WriterContract
 
 # Eager Adagrad has states without elements on ranks without elements, where what FSDP1 loads has no entry; the others'
@@ -80,13 +80,13 @@ def test_ranks_hold_consecutive_shards_of_the_flat_parameters(tmp_path, world_si
             assert held.size() == (total,)
             assert [one.metadata.shard_offsets for one in held.local_shards()] == ([[begin]] if end > begin else [])
             for one in held.local_shards():
-                assert same(one.tensor, whole[begin:end]) and one.tensor.requires_grad
+                assert identical(one.tensor, whole[begin:end]) and one.tensor.requires_grad
             sizes = [one.shard_sizes[0] for one in held.metadata().shards_metadata]
             assert sum(sizes) == total and all(sizes)
             if align is None:
                 entry = loaded(tmp_path, "optim", rank, world_size)["state"][number]
                 moments = flat([model.states[p.name]["exp_avg"] for p in unit.params], world_size=world_size)
-                assert same(entry["exp_avg"], moments[rank * shard : rank * shard + shard])
+                assert identical(entry["exp_avg"], moments[rank * shard : rank * shard + shard])
                 assert entry["step"].item() == 7.0 and entry["step"].ndim == 0
 
 
@@ -98,7 +98,7 @@ def test_slices_of_parameters_share_the_memory_of_their_flat_parameter(tmp_path)
     begin, end = local.data_ptr(), local.data_ptr() + local.nbytes
     assert held["top"].shape == (3,) and held["a.weight"].shape == (9,)
     assert all(begin <= held[name].data_ptr() < end for name in ("top", "a.weight"))
-    assert same(held["a.weight"], model.weights["a.weight"].reshape(-1)[:9])
+    assert identical(held["a.weight"], model.weights["a.weight"].reshape(-1)[:9])
     assert [file.path for file in target.files[:2]] == ["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"]
 
 
@@ -135,7 +135,7 @@ def test_a_parameter_has_states_only_on_ranks_that_hold_elements_of_it(tmp_path)
             assert entry["exp_avg"].ndim == 1 and entry["exp_avg"].numel() and entry["step"].item() == 7.0
             found[clean(name)].append(entry["exp_avg"])
     for name, chunks in found.items():
-        assert same(torch.cat(chunks), model.states[name]["exp_avg"].reshape(-1))
+        assert identical(torch.cat(chunks), model.states[name]["exp_avg"].reshape(-1))
     assert len(found["b.bias"]) == 1 < len(found["a.weight"])
 
 
@@ -147,13 +147,13 @@ def test_what_is_not_sharded_is_whole_on_every_rank(tmp_path, orig, strategy, wo
     for rank in range(world_size):
         held = loaded(tmp_path, "model", rank, world_size)
         assert list(held) == list(of.parameters)
-        assert all(same(held[name], weight) for name, weight in model.weights.items())
+        assert all(identical(held[name], weight) for name, weight in model.weights.items())
         state = loaded(tmp_path, "optim", rank, world_size)["state"]
         if orig:
-            assert same(state[1]["exp_avg_sq"], model.states["a.weight"]["exp_avg_sq"])
+            assert identical(state[1]["exp_avg_sq"], model.states["a.weight"]["exp_avg_sq"])
         else:
             parts = [model.states[p.name]["exp_avg_sq"] for p in of.units[0].params]
-            assert same(state[0]["exp_avg_sq"], flat(parts, world_size=1))
+            assert identical(state[0]["exp_avg_sq"], flat(parts, world_size=1))
 
 
 @pytest.mark.parametrize("orig", [True, False])
@@ -170,7 +170,7 @@ def test_hybrid_sharding_repeats_the_shards_in_every_group(tmp_path, orig):
                 s.metadata.shard_offsets for s in truth.local_shards()
             ]
             assert all(
-                same(one.tensor, two.tensor)
+                identical(one.tensor, two.tensor)
                 for one, two in zip(shards.local_shards(), truth.local_shards(), strict=True)
             )
             ranks = [one.placement.rank() for one in shards.metadata().shards_metadata]
@@ -192,7 +192,7 @@ def test_alignment_follows_the_dtype_of_mixed_precision_and_the_filler_that_of_t
     whole = flat([model.weights[p.name] for p in of.units[0].params], world_size=2, align=8)
     for rank in range(2):
         local = loaded(tmp_path, "model", rank, 2)["_flat_param"].local_shards()[0].tensor
-        assert same(local, whole[rank * len(whole) // 2 : (rank + 1) * len(whole) // 2])
+        assert identical(local, whole[rank * len(whole) // 2 : (rank + 1) * len(whole) // 2])
 
 
 def test_what_is_cast_is_filled_in_the_new_dtype(tmp_path):
@@ -201,7 +201,7 @@ def test_what_is_cast_is_filled_in_the_new_dtype(tmp_path):
     target = written(tmp_path, model, of, 2, dtypes=rule)
     whole = flat([model.weights[p.name] for p in of.units[1].params], world_size=2, align=4).bfloat16()
     local = loaded(tmp_path, "model", 1, 2)["b._flat_param"].local_shards()[0].tensor
-    assert same(local, whole[len(whole) // 2 :]) and (local == 42).any()
+    assert identical(local, whole[len(whole) // 2 :]) and (local == 42).any()
     state = loaded(tmp_path, "optim", 0, 2)["state"]
     assert state[0]["exp_avg"].dtype == torch.float64 and state[0]["step"].dtype == torch.float32
     assert [note.kind for note in target.notes] == ["cast", "cast"]
@@ -227,7 +227,7 @@ def test_ids_count_group_by_group_in_the_order_of_the_models_parameters(tmp_path
     assert [group["params"] for group in optim["param_groups"]] == [[0, 1], [2, 3, 4]]
     order = ["a.bias", "b.bias", "top", "a.weight", "b.weight"]
     for number, name in enumerate(order):
-        assert same(optim["state"][number]["exp_avg"], model.states[name]["exp_avg"])
+        assert identical(optim["state"][number]["exp_avg"], model.states[name]["exp_avg"])
 
 
 def test_units_that_record_the_groups_say_the_order_of_ids(tmp_path):
@@ -237,7 +237,7 @@ def test_units_that_record_the_groups_say_the_order_of_ids(tmp_path):
     written(tmp_path, model, units(orig=True, groups=groups), 1)
     state = loaded(tmp_path, "optim", 0, 1)["state"]
     for number, name in enumerate(name for group in groups for name in group):
-        assert same(state[number]["exp_avg"], model.states[name]["exp_avg"])
+        assert identical(state[number]["exp_avg"], model.states[name]["exp_avg"])
 
 
 def test_ids_of_a_rank_whose_optimizer_has_another_order_or_lacks_parameters_are_its_own(tmp_path):
@@ -251,7 +251,7 @@ def test_ids_of_a_rank_whose_optimizer_has_another_order_or_lacks_parameters_are
         assert set(optim["state"]) == ({0, 1, 3} if rank == 0 else {0, 1, 2})
         for number, entry in optim["state"].items():
             values, whole = entry["exp_avg"], model.states[names[number]]["exp_avg"].reshape(-1)
-            assert same(values, whole[: len(values)] if rank == 0 else whole[-len(values) :])
+            assert identical(values, whole[: len(values)] if rank == 0 else whole[-len(values) :])
 
 
 def test_names_are_listed_in_the_order_of_the_ids(tmp_path):
@@ -284,7 +284,7 @@ def test_what_a_user_added_to_the_optimizer_is_carried(tmp_path):
     ckpt.optim.extra["schedule"] = [1, (2, None)]
     written(tmp_path, model, units(orig=False), 2, ckpt=ckpt)
     optim = loaded(tmp_path, "optim", 1, 2)
-    assert same(optim["state"]["tables"]["rows"], table) and optim["state"]["tables"]["kind"] == "hash"
+    assert identical(optim["state"]["tables"]["rows"], table) and optim["state"]["tables"]["kind"] == "hash"
     assert optim["state"]["nothing"] == {}
     assert optim["schedule"] == [1, (2, None)]
 
@@ -298,7 +298,7 @@ def test_states_that_are_no_tensors_and_those_of_one_number_are_on_every_rank(tm
     for rank in range(4):
         for entry in loaded(tmp_path, "optim", rank, 4)["state"].values():
             assert (entry["kind"], entry["master"], entry["history"]) == ("dense", None, [1, 2.5])
-            assert same(entry["count"], torch.tensor([11]))
+            assert identical(entry["count"], torch.tensor([11]))
 
 
 def test_a_tied_name_has_the_slice_of_the_first_one(tmp_path):
@@ -312,7 +312,7 @@ def test_a_tied_name_has_the_slice_of_the_first_one(tmp_path):
     written(tmp_path / "flat", model, units(orig=False, shared=of.shared), 2)
     assert "head.weight" not in loaded(tmp_path / "flat", "model", 0, 2)
     written(tmp_path / "whole", model, of, 1)
-    assert same(loaded(tmp_path / "whole", "model", 0, 1)["head.weight"], model.weights["a.weight"])
+    assert identical(loaded(tmp_path / "whole", "model", 0, 1)["head.weight"], model.weights["a.weight"])
 
 
 def test_unmanaged_parameters_and_buffers_are_whole(tmp_path):
@@ -331,8 +331,8 @@ def test_unmanaged_parameters_and_buffers_are_whole(tmp_path):
     written(tmp_path, model, of, 3, ckpt=ckpt)
     held, optim = loaded(tmp_path, "model", 2, 3), loaded(tmp_path, "optim", 2, 3)
     assert list(held) == ["top", "_flat_param", "a.mask", "b._flat_param"]
-    assert same(held["a.mask"], mask) and same(held["top"], model.weights["top"])
-    assert same(optim["state"][0]["exp_avg"], model.states["top"]["exp_avg"])
+    assert identical(held["a.mask"], mask) and identical(held["top"], model.weights["top"])
+    assert identical(optim["state"][0]["exp_avg"], model.states["top"]["exp_avg"])
     assert optim["param_groups"][0]["params"] == [0, 1, 2]
 
 
@@ -348,7 +348,7 @@ def test_channels_last_parameters_are_cut_in_memory_order(tmp_path):
     memory = weight.permute(0, 2, 3, 1).reshape(-1)
     written(tmp_path, model, of, 7, ckpt=ckpt)
     chunks = [loaded(tmp_path, "optim", rank, 7)["state"][0]["exp_avg"] for rank in range(7)]
-    assert same(torch.cat(chunks), memory)
+    assert identical(torch.cat(chunks), memory)
     written(tmp_path, model, of, 1, ckpt=ckpt)
     whole = loaded(tmp_path, "model", 0, 1)["w"]
     assert whole.stride() == weight.stride() and identical(whole, weight)

@@ -88,10 +88,6 @@ def train(
     return [saved[rank] for rank in sorted(saved)]
 
 
-def load(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize(("arrange", "ranks"), [(reversed_on_odd_ranks, (0, 1)), (in_groups, (2, 1, 0))])
 def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
@@ -104,7 +100,7 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
     full = {}
     for name in ("same", "other"):
         fsdpckpt.convert(tmp_path / name, tmp_path / f"{name}.pt", to="full", key_type="name", only="optim")
-        full[name] = load(tmp_path / f"{name}.pt")["state"]
+        full[name] = torch.load(tmp_path / f"{name}.pt")["state"]
     assert differences(full["other"], full["same"]) == []
     again = {"to": "flattened", "world_size": count, "key_type": "id", "only": "optim"}
     units = tmp_path / "other" / "units.json"
@@ -112,7 +108,7 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
     fsdpckpt.convert(tmp_path / "other", tmp_path / "kept", **again)
     for folder in ("back", "kept"):
         for rank, state in enumerate(saved):
-            written = load(tmp_path / folder / f"optim_world_size_{count}_rank_{rank}.pt")
+            written = torch.load(tmp_path / folder / f"optim_world_size_{count}_rank_{rank}.pt")
             assert differences(written, state) == []
         assert fsdpckpt.verify(tmp_path / folder).whole
     assert fsdpckpt.diff(tmp_path / "other", tmp_path / "kept").same
@@ -123,7 +119,7 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
         fsdpckpt.convert(tmp_path / "other", tmp_path / "ids", to="sharded", container="dcp", world_size=2)
     assert "name" in str(error.value.next_step)
     fsdpckpt.convert(tmp_path / "other", tmp_path / "ids.pt", to="full", only="optim")
-    ids = load(tmp_path / "ids.pt")["state"]
+    ids = torch.load(tmp_path / "ids.pt")["state"]
     assert sorted(ids) == list(range(len(full["same"])))
 
 
@@ -136,8 +132,8 @@ def test_every_command_takes_the_order_from_a_units_file_elsewhere(world: World,
         fsdpckpt.convert(
             tmp_path / name, tmp_path / f"{name}.pt", to="full", key_type="name", only="optim", units=units
         )
-    expected = load(tmp_path / "same.pt")["state"]
-    assert differences(load(tmp_path / "other.pt")["state"], expected) == []
+    expected = torch.load(tmp_path / "same.pt")["state"]
+    assert differences(torch.load(tmp_path / "other.pt")["state"], expected) == []
     units = tmp_path / "other.json"
     verified = fsdpckpt.verify(tmp_path / "other", units=units, digests=True)
     assert verified.whole and verified.digests == fsdpckpt.verify(tmp_path / "other.pt", digests=True).digests
@@ -166,7 +162,7 @@ def test_param_names_say_the_order_of_each_rank_and_not_that_of_the_ranks_that_w
     fsdpckpt.convert(tmp_path / "other", tmp_path / "other.pt", to="full", key_type="name", only="optim")
     units = tmp_path / "other" / "units.json"
     fsdpckpt.convert(tmp_path / "same", tmp_path / "same.pt", to="full", key_type="name", only="optim", units=units)
-    full = [load(tmp_path / f"{name}.pt")["state"] for name in ("same", "other")]
+    full = [torch.load(tmp_path / f"{name}.pt")["state"] for name in ("same", "other")]
     assert differences(*full) == []
     with pytest.raises(NeedsInformationError, match="different orders"):
         fsdpckpt.convert(tmp_path / "other", tmp_path / "back", to="flattened", world_size=2)
@@ -190,8 +186,8 @@ def test_a_name_that_is_left_out_or_new_leaves_the_orders_of_ranks_in_force(worl
     names = [f"blocks.{n}.{word}" for n in range(3) for word in ("weight", "bias")]
     kept = [name for name in names if "blocks.1." not in name]
     for rank in range(2):
-        old = load(tmp_path / "other" / f"optim_world_size_2_rank_{rank}.pt")
-        new = load(changed / f"optim_world_size_2_rank_{rank}.pt")
+        old = torch.load(tmp_path / "other" / f"optim_world_size_2_rank_{rank}.pt")
+        new = torch.load(changed / f"optim_world_size_2_rank_{rank}.pt")
         before, after = (listed[::-1] if rank else listed for listed in (names, kept))
         held = {name: new["state"][number] for number, name in enumerate(after) if number in new["state"]}
         expected = {name: old["state"][number] for number, name in enumerate(before) if number in old["state"]}
@@ -212,13 +208,13 @@ def test_the_order_in_which_ranks_call_makes_no_difference(world: World, tmp_pat
 def test_parameters_that_one_rank_has_alone_stay_its_own(world: World, tmp_path: Path) -> None:
     saved = train(world, tmp_path / "saved", same, orig=True, ranks=(0, 1, 2), own=True)
     fsdpckpt.convert(tmp_path / "saved", tmp_path / "full.pt", to="full", key_type="name", only="optim")
-    full = load(tmp_path / "full.pt")
+    full = torch.load(tmp_path / "full.pt")
     own = ["own0.weight", "own0.bias", "own1.weight", "own1.bias"]
     assert [name for name in full["param_groups"][0]["params"] if name.startswith("own")] == own
     assert differences(full["state"]["own1.bias"], saved[2]["state"][7]) == []
     fsdpckpt.convert(tmp_path / "saved", tmp_path / "back", to="flattened", world_size=3, only="optim")
     for rank, state in enumerate(saved):
-        assert differences(load(tmp_path / "back" / f"optim_world_size_3_rank_{rank}.pt"), state) == []
+        assert differences(torch.load(tmp_path / "back" / f"optim_world_size_3_rank_{rank}.pt"), state) == []
 
 
 @pytest.mark.parametrize(
