@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -193,20 +193,58 @@ pending_requests = PendingRequests()
 """True while a thread of this process waits for a store."""
 
 
+_MANY_OBJECTS = 500_000
+
+
+class _Uncollected:
+    """How many objects were made while the collector was paused, since the last collection of all.
+
+    They count as old without having been young, and so the collector does not know that there is something to collect.
+    Of a program that reads checkpoint after checkpoint, the references in circles of each would stay for ever.
+    """
+
+    def __init__(self) -> None:
+        self._made = 0
+        self._alive = 0  # objects after the last collection: it walks all of them, and must not come too often
+
+    def add(self, count: int) -> None:
+        self._made += count
+
+    def collect(self) -> None:
+        """Collect all if it may be worth it, by the rule of the collector itself: a quarter more than there are."""
+        if self._made < max(_MANY_OBJECTS, self._alive // 4) or _entered:
+            return
+        gc.collect()
+        if gc.get_freeze_count():  # by other code
+            self._made = 0
+            return
+        gc.freeze()
+        self._made, self._alive = 0, gc.get_freeze_count()
+        gc.unfreeze()
+
+
+_uncollected = _Uncollected()
+
+
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause the collector while many objects are made: it would walk them repeatedly and make parsing take three times
     as long.
 
-    Afterwards they count as old: as young ones they would all be walked by the next collection.
+    Afterwards they count as old: as young ones they would all be walked by the next collection. What has become of
+    those of earlier pauses is looked at before.
     """
     collecting = gc.isenabled()
+    if collecting:
+        _uncollected.collect()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            with gc_frozen():
+            _uncollected.add(gc.get_count()[0])
+            others_froze = not _entered and gc.get_freeze_count() > 0  # what is frozen now would stay so with theirs
+            with nullcontext() if others_froze else gc_frozen():
                 gc.enable()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -57,3 +58,19 @@ def test_objects_that_the_caller_froze_stay_frozen() -> None:
         assert gc.get_freeze_count() >= frozen > 0
     finally:
         gc.unfreeze()
+
+
+def test_what_was_made_in_pauses_and_left_in_circles_is_collected() -> None:
+    """Each reading of a checkpoint left its circles behind for as long as the process lived."""
+
+    class Circle:
+        def __init__(self) -> None:
+            self.own = self
+
+    first: weakref.ref[Circle] | None = None
+    for _ in range(4):
+        with gc_paused():
+            made = [Circle() for _ in range(200_000)]
+        first = first or weakref.ref(made[0])
+        del made
+    assert first is not None and first() is None

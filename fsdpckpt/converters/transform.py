@@ -20,6 +20,7 @@ from fsdpckpt.converters.steps.keys import key_optimizer, name_optimizer
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.steps.numbers import number_sections
 from fsdpckpt.converters.steps.optimizer import group_parameters, unwrap_quantized
+from fsdpckpt.converters.steps.parallel import record_one_rank
 from fsdpckpt.converters.steps.place import note_unproved_cuts, place, place_rest
 from fsdpckpt.converters.steps.prefixes import clean_words, remove_prefixes, restore_prefixes
 from fsdpckpt.converters.steps.refused_states import refuse_states
@@ -118,6 +119,7 @@ STEPS: tuple[Step, ...] = (
     adapt,
     transform_sections,
     number_sections,
+    record_one_rank,
     export,
     add_side_files,
 )

@@ -7,7 +7,8 @@ since has the same arguments, and whole parameters, whose shapes are those that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
 from fsdpckpt.ir.tensors import Tensor
@@ -31,25 +32,43 @@ _EXPERT = re.compile(rf"\.{EXPERT}(\d{{1,6}})")
 def parallel_sizes(root: Mapping[Key, Value], path: str) -> dict[str, int]:
     """How the job was parallel of whose model ``root``, the content of the file ``path``, is one part; {} if it is not.
 
-    Where a name of Megatron's is left and nothing proves that the parameters are whole, it is a part.
+    Where a name of Megatron's or of its files is left and nothing proves that the parameters are whole, it is a part.
     """
-    found = root.get(_ARGUMENTS)
-    state = found.state if isinstance(found, Object) else found
-    if not isinstance(state, dict):
-        return {}
-    arguments = {str(key): value for key, value in state.items()}
-    sizes = {
+    sizes = _recorded_sizes(root)
+    if not sizes:
+        return sizes
+    arguments = {str(key): value for key, value in _arguments(root).items()}
+    shapes = dict(_shapes({key: value for key, value in root.items() if key not in ("optimizer", _ARGUMENTS)}))
+    if not any(map(_OF_MEGATRON.search, shapes)):
+        return sizes if _FILE.search(path) else {}
+    proofs = {_TENSOR: _words_are_whole, _PIPELINE: _layers_are_whole, _EXPERTS: _experts_are_whole}
+    return {name: size for name, size in sizes.items() if not proofs[name](shapes, arguments)}
+
+
+def _recorded_sizes(root: Mapping[Key, Value]) -> dict[str, int]:
+    """How the job was parallel, by the arguments in ``root``: only what has several ranks."""
+    arguments = _arguments(root)
+    return {
         name: size
         for name in (_TENSOR, _PIPELINE, _EXPERTS)
         if isinstance(size := arguments.get(name), int) and size > 1
     }
-    if not sizes or _FILE.search(path):
-        return sizes
-    shapes = dict(_shapes({key: value for key, value in root.items() if key not in ("optimizer", _ARGUMENTS)}))
-    if not any(map(_OF_MEGATRON.search, shapes)):
-        return {}
-    proofs = {_TENSOR: _words_are_whole, _PIPELINE: _layers_are_whole, _EXPERTS: _experts_are_whole}
-    return {name: size for name, size in sizes.items() if not proofs[name](shapes, arguments)}
+
+
+def with_sizes_of_one(root: dict[Key, Value], sizes: Collection[str]) -> dict[Key, Value]:
+    """``root`` whose arguments say 1 for each of ``sizes``; without arguments as it is."""
+    found = root.get(_ARGUMENTS)
+    if found is None:
+        return root
+    ones: dict[Key, Value] = dict.fromkeys(sizes, 1)
+    state = {**_arguments(root), **ones}
+    return {**root, _ARGUMENTS: replace(found, state=state) if isinstance(found, Object) else state}
+
+
+def _arguments(root: Mapping[Key, Value]) -> dict[Key, Value]:
+    found = root.get(_ARGUMENTS)
+    state = found.state if isinstance(found, Object) else found
+    return state if isinstance(state, dict) else {}
 
 
 def deepspeed_ranks(root: Mapping[Key, Value]) -> int:

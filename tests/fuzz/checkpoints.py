@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.execute.journal import Record, joined, run_of
@@ -22,11 +20,12 @@ from fsdpckpt.storage import Entry
 from fsdpckpt.storage.local import MemoryFile
 from fsdpckpt.storage.remote_store import links_of
 from fsdpckpt.storage.sources import Sources
-from tests.fuzz.corpus import TINY
+from tests.fuzz.layouts import files_of, is_torch
 from tests.readers.alike import Refusal, same_end
 
 __all__ = [
     "autotp_checkpoint",
+    "checkpoint_with",
     "dcp_checkpoint",
     "experts_checkpoint",
     "file_names",
@@ -37,6 +36,7 @@ __all__ = [
     "megatron_checkpoint",
     "megatron_ranks",
     "nanotron_checkpoint",
+    "opened",
     "safetensors_document",
     "safetensors_index",
     "sharding_info",
@@ -104,16 +104,10 @@ def _archive(records: Mapping[str, bytes]) -> bytes:
     return body + directory + end
 
 
-@cache
-def _named(name: str) -> Mapping[str, bytes]:
-    with zipfile.ZipFile(TINY) as archive:
-        return {each.removeprefix(name): archive.read(each) for each in archive.namelist() if each.startswith(name)}
-
-
 _CHECKPOINT = _opened("d/model.safetensors", {"d/model.safetensors": _MODEL})
 _DATA = {f"it/data/{number}": bytes(range(64)) for number in range(6)}
 _RANK_DATA = {f"m/data/{number}": bytes(range(64)) for number in range(6)}
-_TINY_DCP = _named("directory/")
+_TINY_DCP = files_of("directory")
 _TENSOR = (  # of two floats
     b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0000X\3\0\0\0cpuK\2tQK\0K\2\x85K\1\x85"
     b"\x89ccollections\nOrderedDict\n)RtR"
@@ -147,7 +141,7 @@ def dcp_checkpoint(data: bytes) -> object:
 
 def megatron_checkpoint(data: bytes) -> object:
     """``data``: the metadata of a ``torch_dist`` directory, or the pickle of what its ranks share."""
-    files = {f"d/{name}": content for name, content in _named("megatron/").items()}
+    files = {f"d/{name}": content for name, content in files_of("megatron").items()}
     of_common = b"state_dict_metadata" not in data
     changed = {"d/common.pt": _archive({"it/data.pkl": data, **_DATA})} if of_common else {"d/.metadata": data}
     return _opened("d", {**files, **changed})
@@ -156,41 +150,41 @@ def megatron_checkpoint(data: bytes) -> object:
 def zero_checkpoint(data: bytes) -> object:
     """``data``: the pickle of the module's or the optimizer's file of a DeepSpeed ZeRO step."""
     of_module = b"param_shapes" in data
-    return _deepspeed("zero/", data, "mp_rank_00_model" if of_module else "zero_pp_rank_0_mp_rank_00_optim")
+    return _with_pickle("zero", data, "mp_rank_00_model" if of_module else "zero_pp_rank_0_mp_rank_00_optim")
 
 
 def autotp_checkpoint(data: bytes) -> object:
     """``data``: the pickle of a file of the second tensor-parallel rank of a DeepSpeed ZeRO step."""
     of_module = b"param_shapes" in data
-    return _deepspeed("autotp/", data, "mp_rank_01_model" if of_module else "zero_pp_rank_0_mp_rank_01_optim")
+    return _with_pickle("autotp", data, "mp_rank_01_model" if of_module else "zero_pp_rank_0_mp_rank_01_optim")
 
 
 def experts_checkpoint(data: bytes) -> object:
     """``data``: the pickle of a file of a DeepSpeed ZeRO step with experts."""
     of_states = "zero_pp_rank_1" if b"optimizer_state_dict" in data else "layer_0_expert_1"
-    return _deepspeed("experts/", data, "mp_rank_00_model" if b"param_shapes" in data else of_states)
+    return _with_pickle("experts", data, "mp_rank_00_model" if b"param_shapes" in data else of_states)
 
 
 def megatron_ranks(data: bytes) -> object:
     """``data``: the pickle of the file of the second tensor-parallel rank that Megatron-LM saved."""
-    return _deepspeed("megatron-torch/", data, "iter_0000003/mp_rank_01")
+    return _with_pickle("megatron-torch", data, "iter_0000003/mp_rank_01")
 
 
 def universal_checkpoint(data: bytes) -> object:
     """``data``: the pickle of a file of a DeepSpeed universal checkpoint."""
     of_states = "zero/optimizer_state" if b"param_groups" in data else "zero/w/fp32"
-    return _deepspeed("universal/", data, "mp_rank_00_model_states" if b"param_shapes" in data else of_states)
+    return _with_pickle("universal", data, "mp_rank_00_model_states" if b"param_shapes" in data else of_states)
 
 
-def _deepspeed(kind: str, data: bytes, name: str) -> Checkpoint:
-    files = {f"d/{each}": content for each, content in _named(kind).items()}
+def _with_pickle(kind: str, data: bytes, name: str) -> Checkpoint:
+    files = {f"d/{each}": content for each, content in files_of(kind).items()}
     changed = next(path for path in files if path.startswith(f"d/{name}"))
     return _opened("d", {**files, changed: _archive({"it/data.pkl": data, **_DATA})})
 
 
 def nanotron_checkpoint(data: bytes) -> object:
     """``data``: the header of one rank's weight, the counters, or the pickle of one rank's optimizer."""
-    files = {f"d/{name}": content for name, content in _named("nanotron/").items()}
+    files = {f"d/{name}": content for name, content in files_of("nanotron").items()}
     if b"last_train_step" in data:
         return _opened("d", {**files, "d/checkpoint_metadata.json": data})
     if data.startswith(b"{"):
@@ -202,8 +196,27 @@ def nanotron_checkpoint(data: bytes) -> object:
 
 def torch_checkpointing_checkpoint(data: bytes) -> object:
     """``data``: ``metadata.pkl``."""
-    files = {f"d/{name}": content for name, content in _named("torch_checkpointing/").items()}
+    files = {f"d/{name}": content for name, content in files_of("torch_checkpointing").items()}
     return _opened("d", {**files, "d/metadata.pkl": data})
+
+
+def opened(kind: str) -> Checkpoint:
+    """The checkpoint ``kind`` as it is."""
+    return _opened("d", {f"d/{name}": content for name, content in files_of(kind).items()})
+
+
+def checkpoint_with(*kinds: str) -> Callable[[bytes], object]:
+    """The checkpoints ``kinds`` as a function of what is in one of their files, which is as ``inputs_of`` says."""
+
+    def changed(data: bytes) -> object:
+        kind = files_of(kinds[data[0] % len(kinds)]) if data else {}
+        if len(data) < 2 or not kind:
+            return None
+        path = sorted(kind)[data[1] % len(kind)]
+        content = _archive({"it/data.pkl": data[2:], **_DATA}) if is_torch(path, kind[path]) else data[2:]
+        return _opened("d", {**{f"d/{name}": each for name, each in kind.items()}, f"d/{path}": content})
+
+    return changed
 
 
 def safetensors_index(data: bytes) -> object:

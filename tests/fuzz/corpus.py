@@ -8,10 +8,12 @@ import json
 import pickle
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from tests.fuzz.layouts import CHANGED, TINY, WRITTEN, inputs_of, pickle_in
+
 GOLDEN = Path(__file__).parent.parent / "golden"
-TINY = Path(__file__).parent / "tiny.zip"
 _MOST = 60_000  # bytes of a file worth mutating
 
 __all__ = ["seeds"]
@@ -119,17 +121,17 @@ def seeds(target: str) -> list[bytes]:
         "torch-checkpoint": lambda: iter(tiny("pickle")),
         "rank-files": lambda: iter(tiny("pickle")),
         "dcp-checkpoint": lambda: iter([*tiny("directory/.metadata"), *tiny("dcp-metadata")]),
-        "megatron-checkpoint": lambda: iter(
-            [*tiny("megatron/.metadata"), *map(_pickle_in, tiny("megatron/common.pt"))]
-        ),
-        "zero-checkpoint": lambda: map(_pickle_in, tiny("zero")),
-        "autotp-checkpoint": lambda: map(_pickle_in, tiny("autotp")),
-        "experts-checkpoint": lambda: map(_pickle_in, tiny("experts")),
-        "megatron-ranks": lambda: map(_pickle_in, tiny("megatron-torch")),
-        "universal-checkpoint": lambda: map(_pickle_in, tiny("universal")),
+        "megatron-checkpoint": lambda: iter([*tiny("megatron/.metadata"), *map(pickle_in, tiny("megatron/common.pt"))]),
+        "zero-checkpoint": lambda: map(pickle_in, tiny("zero")),
+        "autotp-checkpoint": lambda: map(pickle_in, tiny("autotp")),
+        "experts-checkpoint": lambda: map(pickle_in, tiny("experts")),
+        "megatron-ranks": lambda: map(pickle_in, tiny("megatron-torch")),
+        "universal-checkpoint": lambda: map(pickle_in, tiny("universal")),
         "nanotron-checkpoint": _nanotron,
         "torch-checkpointing-checkpoint": lambda: iter(tiny("torch_checkpointing/metadata.pkl")),
         "values-json": lambda: (json.dumps(value).encode() for value in (_VALUES, _VALUES_2, _VALUES_3)),
+        "written-checkpoint": lambda: iter(inputs_of(*WRITTEN)),
+        **{f"{kind}-checkpoint": partial(_files_of, kind) for kind in CHANGED},
     }[target]()
     return sorted({*tiny(target), *(data for data in made if len(data) <= _MOST)}, key=lambda data: (len(data), data))
 
@@ -162,12 +164,7 @@ def _without_data(path: Path, *, keep: bool) -> bytes:
 
 def _pickles() -> Iterator[bytes]:
     for path in sorted(GOLDEN.rglob("*.pt")):
-        yield _pickle_in(path.read_bytes())
-
-
-def _pickle_in(file: bytes) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(file)) as archive:
-        return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+        yield pickle_in(path.read_bytes())
 
 
 def _plain_pickles() -> Iterator[bytes]:
@@ -176,9 +173,13 @@ def _plain_pickles() -> Iterator[bytes]:
         yield pickle.dumps(value, protocol)
 
 
+def _files_of(kind: str) -> Iterator[bytes]:
+    yield from inputs_of(kind)
+
+
 def _nanotron() -> Iterator[bytes]:
     yield from tiny("nanotron/checkpoint_metadata.json")
-    yield from map(_pickle_in, tiny("nanotron/optimizer"))
+    yield from map(pickle_in, tiny("nanotron/optimizer"))
     for file in tiny("nanotron/model/a"):
         yield file[8 : 8 + int.from_bytes(file[:8], "little")]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.fuzz.layouts import CHANGED
+
 __all__ = ["MOST_BYTES", "dictionary"]
 
 _MEGATRON = ("mcore_data", "nd_reformulated_orig_global_shape", "all_local_plans", "common_step", "chained_0.")
@@ -64,11 +66,17 @@ _ZERO = (
     "cat_dim",
 )
 
+_AUTOEP = ("ds_autoep_layers", "expert_placement", "affine_maps", "expert_key_prefix", "num_local_experts", "ep_rank")
+_BUFFERS = ("buckets_coalesced", "param", "numel_unpadded", "iteration", "num_layers", "num_experts", "world_size")
+_OF_RANKS = (*_ZERO, *_AUTOEP, *_BUFFERS, "param_slice_mappings", "num_experts", "moe", "pieces", "source", "params")
+
 MOST_BYTES = {
     "pickle": 1536,
     "plain-pickle": 512,
     "dcp-metadata": 2048,
     "megatron-checkpoint": 2048,
+    "written-checkpoint": 3072,
+    **dict.fromkeys(("autoep-checkpoint", "autoep-zero3-checkpoint", "autoep-universal-checkpoint"), 1536),
     "torch-checkpointing-checkpoint": 2048,
     "zip": 2048,
     "torch": 2048,
@@ -271,6 +279,8 @@ _WORDS = {
     "universal-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, [*_ZERO, *_KEYS])],
     "nanotron-checkpoint": [*_JSON, *_OPCODES, *_GLOBALS, *map(str.encode, [*_NANOTRON, *_KEYS])],
     "torch-checkpointing-checkpoint": [*_OPCODES, *map(str.encode, [*_CHECKPOINTING, *_KEYS])],
+    **{f"{kind}-checkpoint": [*_OPCODES, *_GLOBALS, *map(str.encode, _OF_RANKS)] for kind in CHANGED},
+    "written-checkpoint": [*_JSON, *_OPCODES, *_GLOBALS, *map(str.encode, [*_DCP, *_KEYS])],
     "safetensors-header": [*_JSON, *_quoted(*_HEADER)],
     "safetensors": [*_JSON, *_quoted(*_HEADER)],
     "safetensors-index": [*_JSON, *_quoted("weight_map", "metadata", "model.safetensors", "a", "b")],

@@ -21,6 +21,7 @@ from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors
 from fsdpckpt.storage.local import MemoryFile
 from tests.fuzz import checkpoints
+from tests.fuzz.layouts import CHANGED, WRITTEN
 from tests.opened_by import OpenedBy
 
 __all__ = ["TARGETS", "Target", "harmless"]
@@ -93,6 +94,8 @@ TARGETS: dict[str, Target] = {
     "universal-checkpoint": checkpoints.universal_checkpoint,
     "nanotron-checkpoint": checkpoints.nanotron_checkpoint,
     "torch-checkpointing-checkpoint": checkpoints.torch_checkpointing_checkpoint,
+    **{f"{kind}-checkpoint": checkpoints.checkpoint_with(kind) for kind in CHANGED},
+    "written-checkpoint": checkpoints.checkpoint_with(*WRITTEN),
 }
 
 

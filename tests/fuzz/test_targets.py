@@ -9,9 +9,12 @@ import random
 
 import pytest
 
+from fsdpckpt.producers.recognition import all_flavors
+from tests.fuzz.checkpoints import opened
 from tests.fuzz.corpus import seeds
 from tests.fuzz.dictionary import dictionary
 from tests.fuzz.found import found
+from tests.fuzz.layouts import CHANGED, SAVED, WRITTEN
 from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, harmless
 
@@ -25,6 +28,8 @@ INPUTS = {"torch": 400, "dcp-metadata": 400, "file-names": 400, "dcp-checkpoint"
     "megatron-ranks": 200,
     "nanotron-checkpoint": 400,
     "torch-checkpointing-checkpoint": 400,
+    "written-checkpoint": 200,
+    **{f"{kind}-checkpoint": 100 for kind in CHANGED},
 }
 LENIENT = frozenset({"manifest", "journal", "index-page"})  # what is damaged there says nothing
 
@@ -52,3 +57,10 @@ def test_damage_is_refused_in_our_words_or_not_noticed(name: str) -> None:
 def test_what_fuzzing_has_found_comes_to_the_same_end_as_then(name: str) -> None:
     changed = [each for each, data, parsed in found(name) if harmless(TARGETS[name], data) != parsed]
     assert not changed
+
+
+def test_every_flavor_has_a_target() -> None:
+    """Its checkpoints are in ``layouts``, which the collections of damaged and hostile files go through, too."""
+    known = {*WRITTEN, *(opened(kind).flavor for kind in SAVED)}
+    files_of_others = {"composer", "trainer-ddp"}  # torch and safetensors files, which have targets
+    assert {flavor.name for flavor in all_flavors()} - known == files_of_others

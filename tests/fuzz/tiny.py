@@ -37,6 +37,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fuzz import tiny_parallel
+
 _EXTRAS = ("version", ".data/", ".format_version", ".storage_alignment")
 
 
@@ -241,43 +243,6 @@ def _torch_checkpointing() -> Iterator[tuple[str, bytes]]:
     yield "torch-checkpointing-checkpoint/1.0", pickle.dumps(first)
 
 
-def _parallel() -> Iterator[tuple[str, object]]:
-    """ZeRO steps of two tensor-parallel ranks and of two expert-parallel ones, and Megatron-LM's files of two ranks."""
-    row = torch.arange(6, dtype=torch.float32)
-    pieces = [
-        {"shape": [1, 3], "source": [3 * rank, [3, 1]], "dest": [0, [3, 1]], "locations": [rank]} for rank in range(2)
-    ]
-    cut = {
-        "logical_shape": [2, 3],
-        "ranks": {rank: {"shard_shape": [1, 3], "pieces": pieces[rank : rank + 1]} for rank in range(2)},
-    }
-    info = {"affine_map": {"version": 1, "params": {"^w$": cut}}, "universal_checkpoint_version": 0.4}
-    for rank in range(2):
-        module = {"module": {"w": row[:3].reshape(1, 3), "mask": row}, "param_shapes": [{"w": torch.Size([1, 3])}]}
-        more = {"buffer_names": ["mask"], "mp_world_size": 2, "universal_checkpoint_info": info}
-        yield f"autotp/mp_rank_0{rank}_model_states.pt", {**module, **more}
-        base = {"state": {0: {"exp_avg": row[:3]}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        states = {
-            "base_optimizer_state": base,
-            "single_partition_of_fp32_groups": [row[3 * rank : 3 * rank + 3].clone()],
-        }
-        yield f"autotp/zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt", {"optimizer_state_dict": states}
-        name = "m.deepspeed_moe.experts.deepspeed_experts.{}.a"
-        yield f"experts/layer_0_expert_{rank}_mp_rank_00_model_states.pt", {name.format(rank): row[:2].clone()}
-        groups = [{"params": [0], "name": "ep_size_2", "moe": True}]
-        base = {"state": {0: {"exp_avg": row[:2].clone()}}, "param_groups": groups}
-        states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [row[:2].clone()]}
-        yield f"experts/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": states}
-        arguments = {"tensor_model_parallel_size": 2, "swiglu": True, "ffn_hidden_size": 2, "padded_vocab_size": 2}
-        model = {"decoder.layers.0.mlp.linear_fc1.weight": row.reshape(2, 3).clone().bfloat16()}
-        inner = {"state": {0: {"exp_avg": row.reshape(2, 3).clone()}}, "param_groups": [{"params": [0]}]}
-        optimizer = {"optimizer": inner, "fp32_from_fp16_params": [[row.reshape(2, 3).clone()]]}
-        content = {"args": arguments, "model": model, "optimizer": optimizer, "iteration": 3}
-        yield f"megatron-torch/iter_0000003/mp_rank_0{rank}/model_optim_rng.pt", content
-    module = {"module": {"mask": row.clone()}, "param_shapes": [{name.format(0): torch.Size([2])}]}
-    yield "experts/mp_rank_00_model_states.pt", {**module, "buffer_names": ["mask"], "dp_world_size": 2}
-
-
 def main(target: str) -> None:
     torch.manual_seed(5)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
@@ -301,7 +266,7 @@ def main(target: str) -> None:
             add(f"directory/{name}", data)
         for name, data in _megatron():
             add(name, data)
-        for name, value in (*_deepspeed(), *_parallel()):
+        for name, value in (*_deepspeed(), *tiny_parallel.files()):
             add(name, packed(_saved(value), checked=True))
         for name, data in (*_nanotron(), *_torch_checkpointing()):
             add(name, data)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError
 from fsdpckpt.ir.account import Account, Fate, Rule
 from fsdpckpt.ir.checkpoint import Checkpoint, Section
 from fsdpckpt.ir.files import paths_in
@@ -27,6 +27,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
+from tests.fuzz.layouts import SAVED, WRITTEN, files_of, put
 from tests.makers import dcp_of
 from tests.oracle.compare import identical
 from tests.readers.contents import opened
@@ -86,6 +87,31 @@ def test_every_file_and_every_entry_of_the_collection_is_accounted_for(
         saved = (leaf for part in parts for _, leaf in walk(part.tree.root) if isinstance(leaf, Tensor))
         assert places(saved) <= places(named.tensor for named in checkpoint.tensors()) | settings(checkpoint), path
     assert count > 40
+
+
+@pytest.mark.parametrize("kind", [*SAVED, *WRITTEN])
+def test_a_file_that_no_rule_knows_is_named_wherever_it_lies(kind: str, tmp_path: Path) -> None:
+    """A weight more is read, or refused with its name; it is never passed over."""
+    path = put(files_of(kind), tmp_path / "run")
+    folders = {path, *(file.parent for file in path.rglob("*") if file.is_file())}
+    odd = [folder / "odd.xyz" for folder in folders]
+    for file in odd:
+        file.write_bytes(bytes(50))
+    account = opened(path).ledger.account
+    assert unaccounted(path, account) == []
+    fates = {account.of(file.relative_to(path).as_posix()).fate for file in odd}  # type: ignore[union-attr]
+    assert fates == {Fate.LEFT_OUT}
+    for folder in folders:
+        more = folder / "more.pt"
+        save({"more": torch.ones(3)}, more)
+        try:
+            found = opened(path)
+        except FsdpckptError as error:
+            assert "more.pt" in str(error), error
+        else:
+            entry = found.ledger.account.of(more.relative_to(path).as_posix())
+            assert entry is not None and (entry.fate is not Fate.LEFT_OUT or entry.detail), more
+        more.unlink()
 
 
 def settings(checkpoint: Checkpoint) -> set[tuple[int, int]]:

@@ -81,6 +81,21 @@ def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> Non
     assert all(identical(written[name], value) for name, value in {**TRAINED, **BUFFERS}.items())
 
 
+def test_a_tied_layer_may_call_its_weight_like_others(tmp_path: Path) -> None:
+    """``nn.Embedding`` and ``nn.LayerNorm`` both have ``weight``: which of them a layer is was not told apart."""
+    saved = files()
+    tied = "tied_modules.embed.e.weight"
+    saved[MODULE]["param_shapes"] = [
+        OrderedDict((name.replace("e.weight", "weight"), value.shape) for name, value in TRAINED.items())
+    ]
+    first = saved["layer_00-model_states.pt"]
+    saved["layer_00-model_states.pt"] = {"weight": first.pop("e.weight"), **first}
+    torch_files(lambda: saved)(tmp_path / "step")
+    found = opened(tmp_path / "step")
+    assert found.model is not None and found.problems == ()
+    assert set(found.model.params) == {*TRAINED, *BUFFERS} - {tied} | {"tied_modules.embed.weight"}
+
+
 def changed(lose: str = "", **contents: Any) -> Make:
     """A maker of ``files``: without some, and with more of the module states or under the names of layers."""
 

@@ -343,3 +343,17 @@ def test_states_that_no_group_lists_are_not_left_out(tmp_path: Path) -> None:
 
     with pytest.raises(SourceCorruptError, match="states of parameters that no param group lists"):
         opened(Run(**RUNS["stages"]).save(tmp_path / "run", change))
+
+
+@pytest.mark.parametrize("chosen", [{"include": ["*layers.0.*"]}, {"exclude": ["*word_embeddings*", "output_layer*"]}])
+def test_some_parameters_of_a_parallel_model_are_no_part_of_one_rank(chosen: dict[str, Any], tmp_path: Path) -> None:
+    """The arguments still said that a rank has half: reading the target back failed, with exit code 70."""
+    run = Run(tensor=2, stages=2)
+    target = tmp_path / "some.pt"
+    done = fsdpckpt.convert(run.save(tmp_path / "run"), target, verify="full", **chosen)
+    assert any("tensor_model_parallel_size=2" in note.message for note in done.notes)
+    found = opened(target)
+    assert found.model is not None and WORD_EMBEDDINGS not in found.model.params
+    arguments: Any = found.extra["args"]
+    sizes = [arguments.state[f"{kind}_model_parallel_size"] for kind in ("tensor", "pipeline")]
+    assert sizes == [1, 1] and arguments.state["num_layers"] == sum(run.layers)

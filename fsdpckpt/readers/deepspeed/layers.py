@@ -136,11 +136,18 @@ def _module_of(layers: Collection[_LayerFile]) -> StateDict:
 
 
 def _prefix(number: int, keys: Collection[str], known: Set[str], path: str) -> str:
-    """What the module calls the layer ``number``, which has the entries ``keys``."""
+    """What the module calls the layer ``number``, which has the entries ``keys``.
+
+    It has every layer either by its number or as a tied one (``_build`` of ``deepspeed/runtime/pipe/module.py``), and a
+    tied embedding calls its weight like any other layer.
+    """
+    own = str(number)
+    if not keys or not known.isdisjoint(f"{own}.{key}" for key in keys):
+        return own
     tied = {name.split(".")[1] for name in known if name.startswith(f"{_TIED}.")}
-    prefixes = [str(number), *(f"{_TIED}.{key}" for key in sorted(tied))]
+    prefixes = [f"{_TIED}.{key}" for key in sorted(tied)]
     fitting = [prefix for prefix in prefixes if not known.isdisjoint(f"{prefix}.{key}" for key in keys)]
-    if len(fitting) != 1 and keys:
+    if len(fitting) != 1:
         raise SourceUnsupportedError(
             f"{file_name(path)}: cannot tell what the module calls this pipeline layer",
             details=fitting,
@@ -150,4 +157,4 @@ def _prefix(number: int, keys: Collection[str], known: Set[str], path: str) -> s
             why="the layer is frozen, or several tied layers have the same names",
             next_step="convert it with the model's own script (convert_*.py of the trainer)",
         )
-    return fitting[0] if fitting else str(number)
+    return fitting[0]
