@@ -16,7 +16,9 @@ def record_one_rank(draft: Draft, decision: Decision) -> Draft:
     if decision.container is not Container.TORCH or decision.layout is not Layout.FULL:
         return draft
     checkpoint = draft.checkpoint
-    params: dict[Key, Value] = dict(checkpoint.model.params) if checkpoint.model is not None else {}
+    params: dict[Key, Value] = {}
+    if checkpoint.model is not None:
+        params.update(checkpoint.model.params)
     sizes = parallel_sizes({**checkpoint.extra, "model": params}, "")
     if not sizes:
         return draft
