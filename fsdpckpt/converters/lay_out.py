@@ -65,31 +65,33 @@ def dtype_rule(options: ConvertOptions) -> DtypeRule:
 
 def lay_out(
     transformed: TransformedCheckpoint,
-    spec: Decision,
+    decision: Decision,
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int] = frozenset(),
 ) -> Target:
-    """Lay out the target files of ``transformed`` with the writers for ``spec``.
+    """Lay out the target files of ``transformed`` with the writers for ``decision``.
 
     ``side_files``: files to copy unchanged into a producer's form, by target name. ``linkable``: the numbers of the
     source files that may be linked. Raises what the writers raise, and NeedsInformationError if the source's DTensors
     name several device types.
     """
-    if spec.form is not None:
-        return _lay_out_form(transformed, spec, spec.form, side_files, linkable)
-    paths, flattened = _source_paths(transformed.checkpoint, spec)
-    document = _SectionGroup("", spec.container, spec.layout, transformed.checkpoint, paths, flattened_keys=flattened)
-    return _lay_out_document(document, transformed, spec, linkable)
+    if decision.form is not None:
+        return _lay_out_form(transformed, decision, decision.form, side_files, linkable)
+    paths, flattened = _source_paths(transformed.checkpoint, decision)
+    document = _SectionGroup(
+        "", decision.container, decision.layout, transformed.checkpoint, paths, flattened_keys=flattened
+    )
+    return _lay_out_document(document, transformed, decision, linkable)
 
 
-def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Section, SectionPath], bool]:
+def _source_paths(checkpoint: Checkpoint, decision: Decision) -> tuple[Mapping[Section, SectionPath], bool]:
     """The keys of the main sections in a plain target, and whether the optimizer's are flattened.
 
     From DCP to DCP both stay as they are. So does the place of a section if the extras or a named section have a key
     that it would get: ``{"model": {"state_dict": ..., "config": ...}}``. Raises SourceUnsupportedError if a list or a
     value has that key.
     """
-    both_dcp = checkpoint.container is Container.DCP and spec.container is Container.DCP
+    both_dcp = checkpoint.container is Container.DCP and decision.container is Container.DCP
     extras = [extras_of_rank(checkpoint, rank) for rank in range(max(1, len(checkpoint.rank_extra)))]
     taken = {key for extra in extras for key in extra}
     in_source: dict[Section, tuple[str | int, ...]] = {}
@@ -107,7 +109,9 @@ def _source_paths(checkpoint: Checkpoint, spec: Decision) -> tuple[Mapping[Secti
         stays = both_dcp and place is not None and not inside
         kept = path.keys and path.keys[0] in taken and place and _is_in_dicts(checkpoint.origin.nesting[section])
         moved[section] = replace(path, keys=place) if place is not None and (stays or kept) else path
-        shared = spec.container is Container.DCP or (spec.container is Container.TORCH and spec.layout is Layout.FULL)
+        shared = decision.container is Container.DCP or (
+            decision.container is Container.TORCH and decision.layout is Layout.FULL
+        )
         if place is not None and not stays and not kept and shared:
             for extra in extras:
                 _require_free(checkpoint, section, path.keys, extra)
@@ -158,43 +162,43 @@ class _SectionGroup:
 def _lay_out_document(
     document: _SectionGroup,
     transformed: TransformedCheckpoint,
-    spec: Decision,
+    decision: Decision,
     linkable: frozenset[int],
 ) -> Target:
     """Lay out the files of one document with the writer for its container and layout."""
-    options, plain = spec.options, spec.form is None
+    options, plain = decision.options, decision.form is None
     container, layout = document.container, document.layout
-    by_parameter = spec.form is not None and spec.form.by_parameter
+    by_parameter = decision.form is not None and decision.form.by_parameter
     writer = writer_of(container, layout, by_parameter=by_parameter)
     return writer(
         document.checkpoint,
         WriteSpec(
             dtypes=dtype_rule(options),
-            world_size=1 if layout is Layout.FULL and container is Container.DCP else spec.world_size,
+            world_size=1 if layout is Layout.FULL and container is Container.DCP else decision.world_size,
             path=document.path,
             section_paths=document.section_paths,
             flattened_keys=document.flattened_keys,
             unwrap=plain and options.only is not None,
             tensor=options.tensor,
-            mesh=spec.form.mesh if spec.form is not None else PLAIN_MESH,
+            mesh=decision.form.mesh if decision.form is not None else PLAIN_MESH,
             mesh_device=options.mesh_device,
-            meshes=spec.mesh.meshes if spec.mesh is not None and layout is Layout.SHARDED else (),
+            meshes=decision.mesh.meshes if decision.mesh is not None and layout is Layout.SHARDED else (),
             torch_version=options.torch_version,
             max_shard_size=options.max_shard_size,
-            single_file=plain and not spec.directory,
+            single_file=plain and not decision.directory,
             weights_only=not plain,
             default_loadable=plain,
             units=transformed.units,
             key_type=transformed.key_type or "id",
             linkable=linkable,
-            by_item=spec.form is not None and spec.form.by_item,
+            by_item=decision.form is not None and decision.form.by_item,
         ),
     )
 
 
 def _lay_out_form(
     transformed: TransformedCheckpoint,
-    spec: Decision,
+    decision: Decision,
     form: Form,
     side_files: Mapping[str, Tensor],
     linkable: frozenset[int],
@@ -206,14 +210,14 @@ def _lay_out_form(
     notes: list[Note] = []
     checkpoint = transformed.checkpoint
     for document in _documents(checkpoint, form):
-        target = _lay_out_document(document, transformed, spec, linkable)
+        target = _lay_out_document(document, transformed, decision, linkable)
         files += target.files
         links += target.links
         lost += target.lost if not document.path else ()
         notes += [note for note in target.notes if note not in notes]
     for name, text in form.small_files:
         file = TargetFile(name)
-        file.add_literal(text.replace("{world_size}", str(spec.world_size or checkpoint.world_size)).encode())
+        file.add_literal(text.replace("{world_size}", str(decision.world_size or checkpoint.world_size)).encode())
         files.append(file)
     written = {file.path for file in files}
     copied = [name for name in side_files if name not in written]

@@ -23,13 +23,14 @@ from fsdpckpt.comm.liveness import ProcessIdentity, kill_stopped, process_identi
 from fsdpckpt.comm.protocol import Group, Solo, original_error
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.converters.linking import check_linked
+from fsdpckpt.converters.make_report import make_report
 from fsdpckpt.converters.output import Publisher, Request, publisher_of
 from fsdpckpt.converters.output.division import divide_work, files_in, holders_of
 from fsdpckpt.converters.output.overwrite import explain_why_overwrite_is_refused
 from fsdpckpt.converters.output.places import OutputPlaces
 from fsdpckpt.converters.output.publisher import StagingNeededError
 from fsdpckpt.converters.output.resume import run_identity, source_copies
-from fsdpckpt.converters.prepare import Prepared, make_report, prepare
+from fsdpckpt.converters.prepare import Prepared, prepare
 from fsdpckpt.converters.report import Report, encode_manifest
 from fsdpckpt.converters.shared_sources import SeenSources, see_sources
 from fsdpckpt.converters.target.layout import check_flavor
@@ -204,7 +205,7 @@ class _Conversion:
             planned = set(paths_in(files))
             others = [path for path in self._opened if path not in planned]
             links = [link.path for link in self._prepared.output.links]
-            message = (pack_files(files), others, self._prepared.spec.directory, links)
+            message = (pack_files(files), others, self._prepared.decision.directory, links)
         shared = self.group.broadcast_object(message, name="sources")
         packed, self._opened, directory, self._linked = cast(
             "tuple[list[list[object]], list[str], bool, list[str]]", shared
@@ -318,17 +319,17 @@ class _Conversion:
             return
         prepared, data = self._prepared, b""
         with self.group.step("write fsdpckpt.json"):
-            if prepared is not None:
-                existing = self.publisher.manifest()
-                data = (
-                    existing
-                    if existing is not None
-                    else encode_manifest(
-                        *(prepared.output, prepared.transformed, prepared.spec),
-                        link=prepared.linking.mode,
-                        crcs=crcs,
-                        digests=digests,
-                    )
+            existing = self.publisher.manifest() if prepared is not None else None
+            if existing is not None:
+                data = existing
+            elif prepared is not None:
+                data = encode_manifest(
+                    prepared.output,
+                    prepared.transformed,
+                    prepared.decision,
+                    link=prepared.linking.mode,
+                    crcs=crcs,
+                    digests=digests,
                 )
         self._manifest = data = cast("bytes", self.group.broadcast_object(data, name="fsdpckpt.json"))
         with self.group.step("copy fsdpckpt.json"):
@@ -385,7 +386,11 @@ class _Conversion:
         report = None
         if self._prepared is not None:
             report = make_report(
-                *(self._prepared, self.target, budget, self.group.world_size, self._manifest),
+                self._prepared,
+                self.target,
+                budget=budget,
+                workers=self.group.world_size,
+                manifest=self._manifest,
                 notes=[*([] if self._note is None else [self._note]), *dict.fromkeys(self._warnings)],
                 replaced=self.publisher.replaced,
                 was_complete=self._was_complete,

@@ -5,18 +5,16 @@ Only rank 0 does this, and ``--dry-run`` does nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fsdpckpt import flags
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
-from fsdpckpt.converters.report import PlannedFile, Report, encode_manifest, how_to_load
 from fsdpckpt.converters.steps.draft import Draft, TransformedCheckpoint
+from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.target.decide import decide, of_one_section
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.converters.told_masters import with_told_masters
 from fsdpckpt.converters.transform import begin, transform
 from fsdpckpt.errors import (
     FsdpckptError,
@@ -25,25 +23,23 @@ from fsdpckpt.errors import (
     SourceIncompleteError,
     TargetUnwritableError,
 )
-from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.recorded import recorded_checksums
 from fsdpckpt.flat.units.from_options import listed_parameters, units_request
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.flat.units.sections import labels_of, places_of, with_parameters_of_section
-from fsdpckpt.ir import Layout, Section, section_of
-from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note
-from fsdpckpt.ir.files import require_stored
-from fsdpckpt.ir.stored_once import stored_bytes
+from fsdpckpt.ir import Section, section_of
+from fsdpckpt.ir.checkpoint import Checkpoint, Checksums
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions
+from fsdpckpt.options.declare import Scope, given
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.readers.dcp.item_numbers import items_of
 from fsdpckpt.readers.dcp.items import is_located
 from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.protocol import MANIFEST, Locate, require_matches
+from fsdpckpt.readers.masters import has_untied_masters, with_masters
+from fsdpckpt.readers.protocol import Locate, require_matches
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.staging import free_bytes
 from fsdpckpt.text import size_text
 from fsdpckpt.transform.selection import NoKeyMatchesError, choose_section, named_section
 from fsdpckpt.verify.elements import without_repeats
@@ -56,7 +52,7 @@ class Prepared:
 
     options: ConvertOptions  # as they were given, with the dtype that the source states for ``auto``
     transformed: TransformedCheckpoint
-    spec: Decision
+    decision: Decision
     output: Target
     plan: Plan
     linking: Linking
@@ -93,8 +89,8 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     recorded = recorded_checksums(plan, checkpoint, frozenset(link.source for link in output.links))
     checkpoint.checksums = Checksums.joined([checkpoint.checksums, recorded.checksums])
     output.notes += recorded.notes
-    given = replace(options, dtype=decision.options.dtype)
-    return Prepared(given, draft.transformed, decision, output, plan, linking)
+    as_given = replace(options, dtype=decision.options.dtype)
+    return Prepared(as_given, draft.transformed, decision, output, plan, linking)
 
 
 def _what_can_be_read(source: str, error: SourceError, options: ConvertOptions, sources: Sources) -> str | None:
@@ -205,76 +201,20 @@ def _read(asked: _Asked, locate: Locate) -> _Opened:
     distinct = without_repeats(replace(whole, copies={}), sources)
     section = named_section(distinct, options.only)
     chosen = choose_section(distinct, options.only)
-    checkpoint = with_told_masters(chosen, of_one_section(options), asked.request, sources)
+    checkpoint = _with_told_masters(chosen, of_one_section(options), asked.request, sources)
     request = replace(asked.request, sections=labels_of(distinct, section))
     if section is not None:
         request = with_parameters_of_section(request, distinct, section)
     return _Opened(checkpoint, places_of(distinct, section), request)
 
 
-def make_report(
-    prepared: Prepared,
-    target: str,
-    budget: Budget,
-    workers: int,
-    manifest: bytes,
-    *,
-    notes: Sequence[Note],
-    replaced: tuple[PlannedFile, ...],
-    was_complete: bool,
-    seconds: float,
-) -> Report:
-    """The report of what was done or, with ``--dry-run``, would be. ``budget``: that of each of the ``workers``.
-
-    ``manifest``: the content of ``fsdpckpt.json``, empty in a dry run. ``notes``: on the run itself. They are not in
-    ``fsdpckpt.json``, which is the same for a resumed run.
+def _with_told_masters(
+    checkpoint: Checkpoint, options: ConvertOptions, request: UnitsRequest, sources: Sources
+) -> Checkpoint:
+    """``checkpoint`` with the float32 weights that only ``options`` tie to parameters: a reader of the target, which
+    has the names, would tie them. ``request``: what they say about units.
     """
-    checkpoint, spec, output, plan = prepared.transformed.checkpoint, prepared.spec, prepared.output, prepared.plan
-    options = spec.options
-    linked = [(link.path, require_stored(checkpoint.files[link.source])) for link in output.links]
-    files = [PlannedFile(path, file.nbytes, source=file.path) for path, file in linked]
-    files += [PlannedFile(file.path, file.nbytes) for file in output.files]
-    link = prepared.linking.mode
-    if spec.directory:
-        if not manifest:  # of a dry run: as long as the real one, except for digests
-            crcs = {file.path: 0 for file in files}
-            manifest = encode_manifest(output, prepared.transformed, spec, link=link, crcs=crcs, digests={})
-        files.append(PlannedFile(MANIFEST, len(manifest)))
-    kept = checkpoint.world_size if spec.layout is Layout.SHARDED else None
-    return Report(
-        source=checkpoint.source,
-        target=target,
-        layout=spec.layout,
-        container=spec.container,
-        flavor=spec.flavor_name,
-        world_size=spec.world_size if spec.world_size is not None else kept,
-        tensors=sum(1 for _ in checkpoint.leaves()),
-        parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
-        peak_memory_planned=budget.nbytes,
-        threads=budget.threads,
-        workers=workers,
-        seconds=seconds,
-        dry_run=options.dry_run,
-        verified="none" if options.dry_run else options.verify,
-        notes=(*checkpoint.notes, *output.notes, *notes),
-        files=tuple(files),
-        link=link,
-        source_files=len(checkpoint.files),
-        evidence=tuple(map(str, checkpoint.evidence)),
-        disk_free=free_bytes(target) if options.dry_run else None,
-        replaced=replaced,
-        was_complete=was_complete,
-        loads=_loads(spec, checkpoint, target),
-        tensor_bytes=stored_bytes(list(checkpoint.leaves())),
-    )
-
-
-def _loads(spec: Decision, checkpoint: Checkpoint, target: str) -> str:
-    """How a user of the target's framework loads it; "" for a plain target, and for a model without its optimizer."""
-    if spec.flavor is None or spec.form is None or spec.form.not_loaded:
-        return ""
-    whole = checkpoint.has(Section.MODEL) and not checkpoint.lacking
-    resumes = whole and (spec.form.optim is None or checkpoint.has(Section.OPTIM))
-    return how_to_load(spec.flavor, target) if resumes else ""
+    if options.only is Section.OPTIM or not given(options, Scope.KNOWLEDGE) or not has_untied_masters(checkpoint):
+        return checkpoint
+    named = Knowledge(request, sources).named_if_proved(checkpoint)
+    return checkpoint if named is None else with_masters(named, sources)

@@ -58,7 +58,7 @@ def with_proposal(
 
 def _lacking(prepared: Prepared, flavor: Flavor) -> list[Message]:
     """What the planned checkpoint will lack, by the rules that a finished one is checked with."""
-    form = prepared.spec.form
+    form = prepared.decision.form
     if form is None:
         return []
     paths = [*(file.path for file in prepared.output.files), *(link.path for link in prepared.output.links)]

@@ -167,7 +167,7 @@ def replaced_files(replaces: Contents) -> tuple[PlannedFile, ...]:
 def encode_manifest(
     target: Target,
     transformed: TransformedCheckpoint,
-    spec: Decision,
+    decision: Decision,
     *,
     link: LinkMode,
     crcs: Mapping[str, int],
@@ -182,7 +182,7 @@ def encode_manifest(
     checkpoint = transformed.checkpoint
     key_type = checkpoint.optim.key_type if checkpoint.optim is not None else None
     notes = [*checkpoint.notes, *target.notes]
-    uploaded = spec.container is Container.SAFETENSORS  # people publish such a directory
+    uploaded = decision.container is Container.SAFETENSORS  # people publish such a directory
 
     own_paths = [without_credentials(path) for path in (checkpoint.source, checkpoint.origin.directory) if path]
 
@@ -198,11 +198,11 @@ def encode_manifest(
         "source_layout": checkpoint.layout,
         "source_container": checkpoint.container,
         "source_world_size": checkpoint.world_size,
-        "flavor": spec.flavor_name,
-        "layout": spec.layout,
-        "container": spec.container,
-        "world_size": spec.world_size,
-        "mesh": str(spec.mesh) if spec.mesh is not None else None,
+        "flavor": decision.flavor_name,
+        "layout": decision.layout,
+        "container": decision.container,
+        "world_size": decision.world_size,
+        "mesh": str(decision.mesh) if decision.mesh is not None else None,
         "key_type": transformed.key_type if key_type is not None and transformed.units is not None else key_type,
         "maps": [applied.to_json() for applied in transformed.applied_maps],
         "units": encode(transformed.units) if transformed.units is not None else None,

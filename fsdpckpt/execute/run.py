@@ -83,7 +83,18 @@ def execute(
     WorkerError, with the error as its ``original``.
     """
     run = _Run(
-        *(group, job, seen_by, sources, locate, threads, progress, recorder, journaled, compare, reread, apart),
+        group=group,
+        job=job,
+        seen_by=seen_by,
+        sources=sources,
+        locate=locate,
+        threads=threads,
+        progress=progress,
+        recorder=recorder,
+        journaled=journaled,
+        compare=compare,
+        reread=reread,
+        apart=apart,
         in_parts=in_parts,
         unverified=unverified or {},
     )

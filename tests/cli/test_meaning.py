@@ -55,7 +55,7 @@ def test_quiet_prints_no_summary_but_errors_and_documents(run: Run, saved: Path,
 def test_a_plan_that_does_not_fit_on_the_disk_is_5(
     run: Run, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    monkeypatch.setattr("fsdpckpt.converters.prepare.free_bytes", lambda _: 100)
+    monkeypatch.setattr("fsdpckpt.converters.make_report.free_bytes", lambda _: 100)
     done = run("convert", saved, tmp_path / "out.pt", "--dry-run", *(["--json"] if as_json else []))
     assert done.code == 5
     assert f"not enough free space for {tmp_path / 'out.pt'}" in done.err and "100 bytes free" in done.err

@@ -35,7 +35,7 @@ def divide_work(
     ``memory``: bytes of each worker for windows and for what it exchanges with others.
     """
     plan, checkpoint = prepared.plan, prepared.transformed.checkpoint
-    segments = assign_segments(plan, prepared.spec, places, journaled)
+    segments = assign_segments(plan, prepared.decision, places, journaled)
     writers = sorted({segment.owner for segment in segments})
     exchanging = not bool(seen_by[:, writers].all())
     settings = choose_settings(plan, budget, memory, exchanging=exchanging)
@@ -45,7 +45,7 @@ def divide_work(
 
 def assign_segments(
     plan: Plan,
-    spec: Decision,
+    decision: Decision,
     places: OutputPlaces,
     journaled: Mapping[int, JournaledWindows] | None = None,
 ) -> list[Segment]:
@@ -61,9 +61,9 @@ def assign_segments(
         return assign_parts(plan, first.workers, first.part)
     files: dict[int, list[int]] = {directory: [] for directory in range(len(places.places))}
     ranks = [_rank_of(file.path) for file in plan.files]
-    world_size = spec.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)
+    world_size = decision.world_size or max((rank + 1 for rank in ranks if rank is not None), default=1)
     nodes = dict(enumerate(places.nodes))
-    everywhere = spec.layout is Layout.FULL or len(files) == 1
+    everywhere = decision.layout is Layout.FULL or len(files) == 1
     for number, rank in enumerate(ranks):
         if rank is not None and not everywhere:
             files[target_node(rank, world_size, nodes)].append(number)

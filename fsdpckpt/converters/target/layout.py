@@ -29,8 +29,8 @@ _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*")
 
 
 def choose_layout(target: str, options: ConvertOptions, source: Checkpoint) -> Decision:
-    """The spec for one conversion of ``source``. Without ``--flavor`` the source's own form, if it has one that can be
-    written.
+    """The layout, container, world size and form of one conversion of ``source``. Without ``--flavor`` the source's own
+    form, if it has one that can be written.
 
     Raises UsageError if the options contradict each other or DST's suffix.
     """
@@ -43,12 +43,12 @@ def choose_layout(target: str, options: ConvertOptions, source: Checkpoint) -> D
     if options.flavor is None:
         default = default_form(file_suffix, options, source)
         if not isinstance(default, Note) and default is not None:
-            return _producer_spec(*default, options, source)
+            return _of_producer(*default, options, source)
         notes = () if default is None else (default,)
     elif options.flavor != PLAIN:
         flavor = writable_flavor(options.flavor)
-        return _producer_spec(flavor, requested_form(flavor, file_suffix, options, source), options, source)
-    return replace(_plain_spec(suffix, options, source), notes=notes)
+        return _of_producer(flavor, requested_form(flavor, file_suffix, options, source), options, source)
+    return replace(_plain(suffix, options, source), notes=notes)
 
 
 def refuse_unknown_suffix(target: str) -> None:
@@ -69,18 +69,20 @@ def refuse_unknown_suffix(target: str) -> None:
     )
 
 
-def require_file_name(target: str, spec: Decision) -> None:
+def require_file_name(target: str, decision: Decision) -> None:
     """Raises UsageError if one file is written and DST is a directory or ends with a slash."""
-    if not spec.directory and (target.endswith("/") or is_empty_directory(target)):
-        name = os.path.join(target, "full" + (SAFETENSORS_SUFFIX if spec.container is Container.SAFETENSORS else ".pt"))
+    if not decision.directory and (target.endswith("/") or is_empty_directory(target)):
+        name = os.path.join(
+            target, "full" + (SAFETENSORS_SUFFIX if decision.container is Container.SAFETENSORS else ".pt")
+        )
         other = ""
-        if spec.options.to is None:
+        if decision.options.to is None:
             renamed = (
                 ", and give it a name without a suffix" if os.path.splitext(target.rstrip("/"))[1] in _OF_FILES else ""
             )
             other = f"; or add {flags.to('sharded')} for a directory{renamed}"
         raise UsageError(
-            f"DST names a directory, {target}, but a {spec.layout} {spec.container} checkpoint is one file",
+            f"DST names a directory, {target}, but a {decision.layout} {decision.container} checkpoint is one file",
             next_step=f"give the file a name, for example {name}{other}",
         )
 
@@ -89,7 +91,7 @@ _OF_FILES = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)
 _WITHOUT_SHARDS = "-ddp"  # the end of the name of a flavor whose jobs do not shard
 
 
-def _plain_spec(suffix: str, options: ConvertOptions, source: Checkpoint) -> Decision:
+def _plain(suffix: str, options: ConvertOptions, source: Checkpoint) -> Decision:
     source_layout = source.layout
     container = _container(suffix, options, source_layout)
     layout = _layout(container, suffix, options, source_layout)
@@ -139,7 +141,7 @@ def _has_rank_files(source: Checkpoint) -> bool:
     )
 
 
-def _producer_spec(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> Decision:
+def _of_producer(flavor: Flavor, form: Form, options: ConvertOptions, source: Checkpoint) -> Decision:
     world_size = ranks_of(flavor, form, options, source)
     if is_per_rank(form.layout, form.container):
         _require_ranks(world_size)
@@ -214,11 +216,11 @@ def refuse_target_options(
             refuse_unused(options, scope, f"the target is {layout}, {container}", f"add {remedy}")
 
 
-def refuse_section_options(spec: Decision, opened: Checkpoint) -> None:
+def refuse_section_options(decision: Decision, opened: Checkpoint) -> None:
     """Raises UsageError for an option about a section that does not exist, is not selected, or is not written."""
-    if not spec.options.map:
-        refuse_unused(spec.options, Scope.MAP, "there is no map", f"add {flags.map_('FILE')}")
-    options, written = spec.options, spec.form is None or spec.form.optim is not None
+    if not decision.options.map:
+        refuse_unused(decision.options, Scope.MAP, "there is no map", f"add {flags.map_('FILE')}")
+    options, written = decision.options, decision.form is None or decision.form.optim is not None
     for section, scope, words, present in (
         (Section.MODEL, Scope.MODEL, "model", opened.has(Section.MODEL)),
         (Section.OPTIM, Scope.OPTIMIZER, "optimizer", opened.has(Section.OPTIM)),
@@ -229,7 +231,7 @@ def refuse_section_options(spec: Decision, opened: Checkpoint) -> None:
         elif not present:
             why = f"{opened.source} has no {words}"
         elif section is Section.OPTIM and not written:
-            why = f"flavor {spec.flavor_name} has no place for the {words}"
+            why = f"flavor {decision.flavor_name} has no place for the {words}"
         if why is not None:
             refuse_unused(options, scope, why)
 

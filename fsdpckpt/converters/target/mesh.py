@@ -160,71 +160,76 @@ def with_mesh(options: ConvertOptions, source_layout: Layout, mesh: TargetMesh |
     return replace(on_ranks, strategy=Strategy.HYBRID_SHARD, shard_size=sizes[1])
 
 
-def on_mesh(spec: Decision, source: Checkpoint, meshes: SourceMeshes, mesh: TargetMesh | None) -> Decision:
-    """``spec`` on ``mesh``; without ``mesh``, on the source's ``meshes`` resized to the ranks of ``spec``.
+def on_mesh(decision: Decision, source: Checkpoint, meshes: SourceMeshes, mesh: TargetMesh | None) -> Decision:
+    """``decision`` on ``mesh``; without ``mesh``, on the source's ``meshes`` resized to the ranks of ``decision``.
 
     ShardedTensors, and frameworks that make their own mesh, get one dimension unless another mesh is requested. Raises
     NeedsInformationError if no mesh of that many ranks keeps the source's dimensions.
     """
-    flat = spec.layout is Layout.FLATTENED
-    sharded_tensor = spec.options.tensor is TensorForm.SHARDED_TENSOR
-    keeps_no_mesh = (flat and spec.form is None) or (mesh is None and (flat or sharded_tensor))
-    if flat and spec.world_size is not None and spec.form is not None and spec.form.mesh.names is not None:
-        return _with_groups(spec, source, meshes, mesh, spec.form.mesh, spec.world_size)
-    if spec.layout is Layout.FULL or spec.world_size is None or keeps_no_mesh:
-        return spec
+    flat = decision.layout is Layout.FLATTENED
+    sharded_tensor = decision.options.tensor is TensorForm.SHARDED_TENSOR
+    keeps_no_mesh = (flat and decision.form is None) or (mesh is None and (flat or sharded_tensor))
+    if flat and decision.world_size is not None and decision.form is not None and decision.form.mesh.names is not None:
+        return _with_groups(decision, source, meshes, mesh, decision.form.mesh, decision.world_size)
+    if decision.layout is Layout.FULL or decision.world_size is None or keeps_no_mesh:
+        return decision
     if mesh is not None:
-        return replace(spec, mesh=mesh)
-    if spec.form is not None and spec.form.mesh.names is not None:  # it has meshes of its own
-        return replace(spec, mesh=_of_framework(spec, source, meshes, spec.form.mesh, spec.world_size))
-    return _on_source_mesh(spec, source, meshes, spec.world_size)
+        return replace(decision, mesh=mesh)
+    if decision.form is not None and decision.form.mesh.names is not None:  # it has meshes of its own
+        return replace(decision, mesh=_of_framework(decision, source, meshes, decision.form.mesh, decision.world_size))
+    return _on_source_mesh(decision, source, meshes, decision.world_size)
 
 
-def _on_source_mesh(spec: Decision, source: Checkpoint, meshes: SourceMeshes, world_size: int) -> Decision:
-    """``spec`` on the source's ``meshes``, resized to ``world_size``. Raises what ``on_mesh`` raises."""
+def _on_source_mesh(decision: Decision, source: Checkpoint, meshes: SourceMeshes, world_size: int) -> Decision:
+    """``decision`` on the source's ``meshes``, resized to ``world_size``. Raises what ``on_mesh`` raises."""
     reason = _reason_without_mesh(source, meshes)
     if not reason and not meshes:
-        return spec
+        return decision
     if not reason:
-        keep_replicas = spec.container is not Container.DCP  # which stores replicas once
+        keep_replicas = decision.container is not Container.DCP  # which stores replicas once
         targets = find_resized(meshes, world_size, source=source.source, keep_replicas=keep_replicas)
         if not isinstance(targets, NeedsInformationError):
             rows = len(meshes) == 1 and {each.placements for each in chain(*meshes.values())} == {(Shard(0),)}
-            return replace(spec, mesh=_as_source(targets, meshes, None if rows else _note(targets)))
-        if spec.container is not Container.DCP:
+            return replace(decision, mesh=_as_source(targets, meshes, None if rows else _note(targets)))
+        if decision.container is not Container.DCP:
             raise targets
         kept = " and ".join(map(str, meshes))
         reason = f"no mesh of {plural(world_size, 'rank')} has the other dimensions of {kept}"
-    return replace(spec, mesh=_on_one_dimension(spec, source, reason, world_size))
+    return replace(decision, mesh=_on_one_dimension(decision, source, reason, world_size))
 
 
 def _with_groups(
-    spec: Decision, source: Checkpoint, meshes: SourceMeshes, mesh: TargetMesh | None, form: MeshForm, world_size: int
+    decision: Decision,
+    source: Checkpoint,
+    meshes: SourceMeshes,
+    mesh: TargetMesh | None,
+    form: MeshForm,
+    world_size: int,
 ) -> Decision:
-    """``spec`` with the mesh of the framework's DTensors and the sharding groups of its flat parameters, which are the
-    rows of that mesh: from ``mesh`` or the options for FSDP1's strategy if they say so, else as many replicas as the
-    source has.
+    """``decision`` with the mesh of the framework's DTensors and the sharding groups of its flat parameters, which are
+    the rows of that mesh: from ``mesh`` or the options for FSDP1's strategy if they say so, else as many replicas as
+    the source has.
     """
-    options = spec.options
+    options = decision.options
     size = options.shard_size
     if mesh is None and options.strategy is not None:
         if options.strategy is not Strategy.HYBRID_SHARD or size is None or world_size % size or form.hybrid is None:
-            return spec
+            return decision
         target = MeshShape((world_size // size, size), form.hybrid)
-        return replace(spec, mesh=TargetMesh((target,), None, _fsdp_default(target)))
-    mesh = mesh if mesh is not None else _of_framework(spec, source, meshes, form, world_size)
+        return replace(decision, mesh=TargetMesh((target,), None, _fsdp_default(target)))
+    mesh = mesh if mesh is not None else _of_framework(decision, source, meshes, form, world_size)
     if mesh is None:
-        return spec
+        return decision
     sizes = mesh.meshes[0].sizes
     if len(sizes) == 2:
         options = replace(options, strategy=Strategy.HYBRID_SHARD, shard_size=sizes[1])
     elif options.strategy is None and any(len(before.sizes) > 1 for before in meshes):
         options = replace(options, strategy=Strategy.FULL_SHARD)
-    return replace(spec, mesh=mesh, options=options)
+    return replace(decision, mesh=mesh, options=options)
 
 
 def _of_framework(
-    spec: Decision, source: Checkpoint, meshes: SourceMeshes, form: MeshForm, world_size: int
+    decision: Decision, source: Checkpoint, meshes: SourceMeshes, form: MeshForm, world_size: int
 ) -> TargetMesh | None:
     """The framework's own mesh: with replicas if the source has them, else one dimension; the note says so if the
     source has more.
@@ -239,7 +244,7 @@ def _of_framework(
         return None
     rows = row_sharding(world_size, form.names)
     before = " and ".join(map(str, meshes))
-    note = f"the source's mesh {before} is not kept: {spec.flavor_name} shards over {rows.mesh} alone"
+    note = f"the source's mesh {before} is not kept: {decision.flavor_name} shards over {rows.mesh} alone"
     return TargetMesh((rows.mesh,), None, rows, note)
 
 
@@ -278,9 +283,9 @@ def _reason_without_mesh(source: Checkpoint, meshes: Collection[MeshShape]) -> s
     return "; ".join(causes)
 
 
-def _on_one_dimension(spec: Decision, source: Checkpoint, why: str, world_size: int) -> TargetMesh:
+def _on_one_dimension(decision: Decision, source: Checkpoint, why: str, world_size: int) -> TargetMesh:
     """One dimension for DCP, which loads on any mesh. Raises NeedsInformationError for rank files."""
-    if spec.container is not Container.DCP:
+    if decision.container is not Container.DCP:
         raise NeedsInformationError(
             f"cannot tell how the tensors of {source.source} lie on {plural(world_size, 'rank')}",
             why=why,
