@@ -21,9 +21,12 @@ TORCH, DCP, SAFETENSORS = Container.TORCH, Container.DCP, Container.SAFETENSORS
 FLATTENED_KEYS = frozenset(flavor.name for flavor in FLAVORS for form in flavor.forms if form.flattened)
 
 
-def source(flavor: str, layout: Layout, container: Container, *, optim: bool = True) -> Checkpoint:
-    """A checkpoint of 4 ranks."""
-    model, state = ModelState({}), Optimizer.of({}, []) if optim else None
+def source(
+    flavor: str, layout: Layout, container: Container, *, optim: bool = True, adapter: bool = False
+) -> Checkpoint:
+    """A checkpoint of 4 ranks; of an adapter alone, if that."""
+    model = ModelState({"base_model.model.layer.lora_A.weight": None} if adapter else {})
+    state = Optimizer.of({}, []) if optim else None
     held = checkpoint(4, model=model, optim=state, layout=layout, container=container)
     return with_origin(held, flavor=flavor, flattened_keys=flavor in FLATTENED_KEYS)
 
@@ -172,8 +175,9 @@ def test_a_framework_with_one_optimizer_is_not_the_default_of_several() -> None:
 def test_every_writable_framework_is_the_default_of_each_of_its_own_forms() -> None:
     for flavor in FLAVORS:
         for form in flavor.forms:
-            held = source(flavor.name, form.layout, form.container, optim=form.optim is not None)
-            found = spec(held)
+            optim = form.optim is not None
+            held = source(flavor.name, form.layout, form.container, optim=optim, adapter=form.adapter)
+            found = spec(with_origin(held, flattened_keys=form.flattened))
             assert found.form is form and found.flavor is flavor, flavor.name
 
 
