@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import TextIO
 
-from fsdpckpt.errors import UsageError
+from fsdpckpt.errors import FsdpckptError, UsageError
 
 READERS, FLAVORS = "fsdpckpt.readers", "fsdpckpt.flavors"
 
@@ -39,6 +43,49 @@ class Extension:
             next_step=f"update the package, or uninstall it: pip uninstall {self.package}",
         )
 
+    @contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """Run code of the package. Raises UsageError, which says ``what`` failed, for any error that is not ours.
+
+        What it prints goes to stderr: stdout is for data.
+        """
+        try:
+            with _PRINTS:
+                yield
+        except FsdpckptError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever the other package does
+            raise UsageError(
+                f"{self.name} of {self.origin} {what}",
+                found=f"{type(error).__name__}: {error}",
+                why="the package has an error, is for another version of fsdpckpt, or does not expect such files",
+                next_step=f"tell the package's authors, update it, or uninstall it: pip uninstall {self.package}",
+            ) from error
+
+
+class _PrintsToStderr:
+    """While code of another package runs, in whatever threads, standard output is standard error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._stdout: TextIO | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._running:
+                self._stdout, sys.stdout = sys.stdout, sys.stderr
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running -= 1
+            if not self._running and self._stdout is not None:
+                sys.stdout, self._stdout = self._stdout, None
+
+
+_PRINTS = _PrintsToStderr()
+
 
 @cache
 def extensions(group: str) -> tuple[Extension, ...]:
@@ -60,7 +107,8 @@ def extensions(group: str) -> tuple[Extension, ...]:
                 next_step=f"uninstall one of them: pip uninstall {package}",
             )
         try:
-            value = point.load()
+            with _PRINTS:
+                value = point.load()
         except (Exception, SystemExit) as error:  # whatever the other package does
             raise UsageError(
                 f"{point.name} of {package} {version} cannot be imported from {point.value}",

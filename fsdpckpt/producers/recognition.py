@@ -6,7 +6,7 @@ The frameworks are those of ``producers.table`` and of installed packages.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 
@@ -33,8 +33,17 @@ def foreign_flavors() -> tuple[Flavor, ...]:
             expected = "a fsdpckpt.producers.Flavor with a name that no other has"
             given = f"the flavor {flavor.name}" if isinstance(flavor, Flavor) else type(flavor).__name__
             raise extension.refused("is not a flavor of its own", expected, given)
+        with extension.running("has a pattern that is no regular expression"):
+            for pattern in _patterns(flavor):
+                re.compile(pattern)
         found.append(replace(flavor, tested=extension.origin))
     return tuple(found)
+
+
+def _patterns(flavor: Flavor) -> Iterator[str]:
+    for sign in flavor.signs:
+        yield from sign.files
+    yield from (flavor.state, flavor.side_files, flavor.exports_beside, *flavor.exports, *flavor.training_files)
 
 
 def all_flavors() -> tuple[Flavor, ...]:

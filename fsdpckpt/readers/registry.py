@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import cast
+from typing import TypeVar, cast
 
 from fsdpckpt.errors import UsageError
 from fsdpckpt.extensions import READERS as ENTRY_POINTS
@@ -26,6 +26,8 @@ from fsdpckpt.readers.torch_ranks import TorchReader
 from fsdpckpt.readers.torch_shards import TorchShardsReader
 from fsdpckpt.storage import Entry
 from fsdpckpt.storage.sources import Sources
+
+_Made = TypeVar("_Made")
 
 READERS: tuple[Reader, ...] = (
     MegatronReader(),
@@ -52,13 +54,28 @@ class ForeignReader:
         """Its name, the package and its version."""
         return f"{self.extension.name} of {self.extension.origin}"
 
+    def file(self, file: Entry, sources: Sources) -> Part | None:
+        """The part that it makes of ``file``. Raises UsageError if it fails, or returns anything else."""
+        with self.extension.running(f"fails to recognise {file.path}"):
+            part = self.reader.recognise_file(file, sources)
+            return None if part is None else _require(part, Part)
+
+    def claim(self, path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources) -> Claim:
+        """What it claims in a directory. Raises UsageError if it fails, or returns anything else."""
+        with self.extension.running(f"fails to recognise {path}"):
+            claim = _require(self.reader.recognise_directory(path, files, options, sources), Claim)
+            for part in claim.parts:
+                _require(part, Part)
+            return claim
+
 
 @cache
 def foreign_readers() -> tuple[ForeignReader, ...]:
     """The readers that installed packages announce. Raises what ``extensions`` raises."""
     found = []
     for extension in extensions(ENTRY_POINTS):
-        value = extension.value() if isinstance(extension.value, type) else extension.value
+        with extension.running("cannot be made a reader"):
+            value = extension.value() if isinstance(extension.value, type) else extension.value
         if not all(callable(getattr(value, name, None)) for name in ("recognise_file", "recognise_directory")):
             expected = "a class, or an object, with recognise_file and recognise_directory"
             raise extension.refused("is not a reader", expected, type(value).__name__)
@@ -71,7 +88,7 @@ def recognise_foreign_file(file: Entry, sources: Sources) -> Part | None:
 
     Raises UsageError if several do.
     """
-    parts = [(each, each.reader.recognise_file(file, sources)) for each in foreign_readers()]
+    parts = [(each, each.file(file, sources)) for each in foreign_readers()]
     claimed = [(each, part) for each, part in parts if part is not None]
     _require_one(file.path, [each for each, _ in claimed])
     return next((_read_by(each, part) for each, part in claimed), None)
@@ -79,12 +96,19 @@ def recognise_foreign_file(file: Entry, sources: Sources) -> Part | None:
 
 def claim_foreign(path: str, files: Mapping[str, Entry], options: ReadOptions, sources: Sources) -> Claim:
     """What the readers of other packages claim in a directory. Raises UsageError if several claim something."""
-    claims = [(each, each.reader.recognise_directory(path, files, options, sources)) for each in foreign_readers()]
+    claims = [(each, each.claim(path, files, options, sources)) for each in foreign_readers()]
     claimed = [(each, claim) for each, claim in claims if claim.parts or claim.names]
     _require_one(path, [each for each, _ in claimed])
     for each, claim in claimed:
         return replace(claim, parts=[_read_by(each, part) for part in claim.parts])
     return Claim()
+
+
+def _require(value: object, expected: type[_Made]) -> _Made:
+    """``value``, if a reader returned what it should; else TypeError, which ``Extension.running`` explains."""
+    if not isinstance(value, expected):
+        raise TypeError(f"expected a {expected.__name__}, got {type(value).__name__}")
+    return value
 
 
 def _require_one(path: str, readers: Sequence[ForeignReader]) -> None:
@@ -101,7 +125,8 @@ def _read_by(foreign: ForeignReader, part: Part) -> Part:
     """``part``, whose tree says which package read it."""
 
     def read(files: FileTable, sources: Sources) -> PartContents:
-        tree = part.read(files, sources)
+        with foreign.extension.running(f"fails to read {part.label}"):
+            tree = _require(part.read(files, sources), PartContents)
         tree.evidence.append(Evidence(EvidenceKind.READER, f"read by {foreign.described}"))
         return tree
 

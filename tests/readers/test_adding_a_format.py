@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-a-format.md").read_text()
@@ -125,3 +126,70 @@ def test_a_package_that_cannot_be_used_is_named(
     assert done.returncode == 2
     assert all(words in done.stderr for words in said), done.stderr
     assert "Traceback" not in done.stderr
+
+
+FAILING = """
+from fsdpckpt.ir.checkpoint import Layout
+from fsdpckpt.readers.protocol import Claim, Part, PartContents
+{before}
+class Reader:
+    def __init__(self{argument}): pass
+    def recognise_file(self, file, sources): {file}
+    def recognise_directory(self, path, files, options, sources): {directory}
+"""
+_CLAIMS = "return Claim([Part(path, 'x', {read})], set(files)) if 'rawbin.json' in files else Claim()"
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"directory": "raise ValueError('boom')"}, "failing of failing 2.0 fails to recognise saved"),
+        ({"file": "return 3"}, "failing of failing 2.0 fails to recognise saved/"),
+        ({"directory": "return None"}, "expected a Claim, got NoneType"),
+        ({"argument": ", more"}, "failing of failing 2.0 cannot be made a reader"),
+        ({"directory": _CLAIMS.format(read="lambda table, opened: {}['boom']")}, "fails to read saved"),
+        ({"directory": _CLAIMS.format(read="lambda table, opened: None")}, "expected a PartContents, got NoneType"),
+        ({"file": "raise SystemExit(0)"}, "SystemExit: 0"),
+    ],
+)
+def test_a_reader_that_fails_is_named_and_is_no_error_of_this_program(
+    parts: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    content = FAILING.format(
+        **{"before": "", "argument": "", "file": "return None", "directory": "return Claim()"} | parts
+    )
+    (tmp_path / "site").mkdir()
+    _other_package(tmp_path / "site", "failing", content)
+    (tmp_path / "saved").mkdir()
+    for name in ("rawbin.json", "model.bin"):
+        (tmp_path / "saved" / name).write_text("{}")
+    source = "saved/model.bin" if "file" in parts else "saved"
+    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", source], tmp_path / "site", tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr and "failing of failing 2.0" in done.stderr and "pip uninstall failing" in done.stderr
+    assert "bug in fsdpckpt" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_a_reader_prints_is_not_among_the_data(tmp_path: Path) -> None:
+    content = FAILING.format(
+        before="print('imported')", argument="", file="print('asked')", directory="print('looked'); return Claim()"
+    )
+    (tmp_path / "site").mkdir()
+    _other_package(tmp_path / "site", "failing", content)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "model.pt", "--names-only"], tmp_path / "site", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "weight\n")
+    assert "imported" in done.stderr and "asked" in done.stderr
+
+
+def test_a_flavor_with_a_broken_pattern_is_named(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    flavor = "from fsdpckpt.producers import Flavor, Signature\nReader = Flavor('f', 'f', (Signature(('(',)),))\n"
+    _other_package(tmp_path / "site", "failing", flavor)
+    points = next((tmp_path / "site").glob("*.dist-info")) / "entry_points.txt"
+    points.write_text(points.read_text().replace("readers", "flavors"))
+    (tmp_path / "saved").mkdir()
+    torch.save({"weight": torch.ones(2)}, tmp_path / "saved" / "model.pt")
+    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "saved"], tmp_path / "site", tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "failing of failing 2.0 has a pattern that is no regular expression" in done.stderr
