@@ -40,13 +40,10 @@ from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import refuse_directories_of_ranks, several_checkpoints
 from fsdpckpt.readers.join import join, without_exports
 from fsdpckpt.readers.manifest import (
-    FoundUnits,
-    find_units,
     read_manifest,
     with_manifest,
     with_manifest_beside,
     with_manifests_of_parts,
-    with_units,
 )
 from fsdpckpt.readers.model_config import HUGGING_FACE_WEIGHTS, config_problems
 from fsdpckpt.readers.parts import ReadPart, read_part
@@ -55,6 +52,7 @@ from fsdpckpt.readers.rank_facts import without_rank_facts
 from fsdpckpt.readers.registry import READERS, recognise_foreign_file
 from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
+from fsdpckpt.readers.units_files import FoundUnits, find_units, with_units
 from fsdpckpt.readers.unread import several_with_unread
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import RemainingSources, Sources, relative_path

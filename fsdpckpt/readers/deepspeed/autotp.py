@@ -18,11 +18,12 @@ from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES, MAX_DIMENSIONS
 from fsdpckpt.ir.tensors import Box, Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal
+from fsdpckpt.readers.deepspeed.module_states import ModuleStates
 from fsdpckpt.readers.deepspeed.partitions import MAX_ELEMENTS, is_count
 from fsdpckpt.readers.deepspeed.patterns import MapError, name_of, patterns_of
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO
 from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, to_universal, unsupported
-from fsdpckpt.readers.deepspeed.step import ModuleStates, StateDict, contradiction
+from fsdpckpt.readers.deepspeed.step import StateDict, contradiction
 from fsdpckpt.readers.model_shards import ModelShard, Piece, Shape, Shards
 
 _AFFINE_MAP = "affine_map"

@@ -17,10 +17,10 @@ from typing import cast
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.readers.deepspeed.module_states import ModuleStates
 from fsdpckpt.readers.deepspeed.partitions import is_count
 from fsdpckpt.readers.deepspeed.required_files import unsupported
 from fsdpckpt.readers.deepspeed.step import (
-    ModuleStates,
     StateDict,
     StepFile,
     as_mapping,

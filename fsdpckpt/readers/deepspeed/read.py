@@ -21,6 +21,7 @@ from fsdpckpt.readers.deepspeed.autoep import AutoExperts, auto_experts, require
 from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
 from fsdpckpt.readers.deepspeed.experts import Experts, data_first, experts_of, is_of_experts, open_experts, placed
 from fsdpckpt.readers.deepspeed.layers import with_layers
+from fsdpckpt.readers.deepspeed.module_states import ModuleStates
 from fsdpckpt.readers.deepspeed.partitions import (
     FlatGroup,
     FlatGroups,
@@ -45,7 +46,6 @@ from fsdpckpt.readers.deepspeed.rank_states import (
 from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, ExpertFile, required_grid, unsupported
 from fsdpckpt.readers.deepspeed.step import (
     MAX_RANKS,
-    ModuleStates,
     StateDict,
     StepFile,
     add_archives,

@@ -25,11 +25,11 @@ from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.autoep import auto_experts
 from fsdpckpt.readers.deepspeed.autotp import records_shards, shards_of_autotp
 from fsdpckpt.readers.deepspeed.layers import with_layers
+from fsdpckpt.readers.deepspeed.module_states import ModuleStates, require_in_one_group
 from fsdpckpt.readers.deepspeed.partitions import FlatGroup
 from fsdpckpt.readers.deepspeed.rank_states import DESCRIBED_STATES
 from fsdpckpt.readers.deepspeed.required_files import OPTIMIZER_STATE, ZERO, required_grid
 from fsdpckpt.readers.deepspeed.step import (
-    ModuleStates,
     StepFile,
     add_archives,
     add_extras,
@@ -41,7 +41,6 @@ from fsdpckpt.readers.deepspeed.step import (
     open_files,
     open_grid,
     plain,
-    require_in_one_group,
     require_one_run,
     section_of,
 )

@@ -14,10 +14,10 @@ from dataclasses import replace
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Problem, Section
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.deepspeed.autoep import auto_experts
+from fsdpckpt.readers.deepspeed.module_states import ModuleStates
 from fsdpckpt.readers.deepspeed.partitions import is_count
 from fsdpckpt.readers.deepspeed.required_files import ExpertFile
 from fsdpckpt.readers.deepspeed.step import (
-    ModuleStates,
     StepFile,
     add_archives,
     add_extras,
