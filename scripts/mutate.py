@@ -59,8 +59,12 @@ def mutations(tree: ast.Module) -> Iterator[tuple[int, str, Callable[[], None], 
 
         return (lambda: put(new)), (lambda: put(old))
 
+    decorators = {id(each) for node in ast.walk(tree) for each in getattr(node, "decorator_list", ())}
+    settings = {id(inner) for node in ast.walk(tree) if id(node) in decorators for inner in ast.walk(node)}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
+        if id(node) in settings:  # as frozen and slots of a dataclass, which no behaviour shows
+            continue
         if isinstance(node, ast.Compare):
             for index, operator in enumerate(node.ops):
                 if type(operator) in SWAPS:
