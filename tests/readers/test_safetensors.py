@@ -275,7 +275,10 @@ REFUSALS = (
         "a is in two files that do not fit together",
         about={"key": "a"},
     ),
-    incomplete("a rank is missing", of_hugging_face(lose("shard-00002-*")), "\n  - shard-00002-*.safetensors\n"),
+    *(
+        incomplete(f"rank {rank} is missing", of_hugging_face(lose(f"{name}-*")), f"\n  - {name}-*.safetensors\n")
+        for rank, name in enumerate(("shard-00001", "shard-00002", "shard-00003"))
+    ),
     corrupt("offsets of another tensor", chunk(torch.ones(3), {"b": {"saved_offsets": [0]}}), "DCP_SHARDING_INFO"),
     *(
         corrupt(

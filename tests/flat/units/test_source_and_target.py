@@ -414,6 +414,26 @@ def test_a_directory_or_nothing_where_the_units_file_should_be_is_said(tmp_path:
             source_units(raw(), UnitsRequest(file=path), sources)
 
 
+def test_a_reference_without_names_is_refused_by_its_path(tmp_path: Path, sources: Sources) -> None:
+    path = tmp_path / "ids.pt"
+    torch.save({"state": {0: {"exp_avg": torch.rand(3)}}, "param_groups": [{"params": [0]}]}, path)
+    request = UnitsRequest(reference=str(path), **AS_ORIG)
+    for find in (lambda: source_units(raw(), request, sources), lambda: target_units(raw(), request, None, 4, sources)):
+        error = Refused(3, ["has no names and shapes, so it cannot be a reference", "--reference PATH"]).by(find)
+        assert error.file == str(path)
+
+
+def test_an_order_that_is_known_only_within_each_unit_is_none_for_a_units_file_and_a_target(sources: Sources) -> None:
+    held = checkpoint(4, model=local_model(UNITS, 4), optim=by_name())
+    found = source_units(held, UnitsRequest(), sources)
+    assert found.units.units == UNITS.units and not found.order_known
+    for ask in (
+        lambda: find_units(held, UnitsRequest(), sources),
+        lambda: target_units(full(), UnitsRequest(), found, 4, sources),
+    ):
+        Refused(4, ["shows only the order within each unit", "--parameters FILE", "--reference PATH"]).by(ask)
+
+
 def test_units_beside_the_source_that_cannot_be_read_are_not_replaced_by_others(sources: Sources) -> None:
     source = raw()
     refused = ("run/units.json: cut: these units are not used",)
