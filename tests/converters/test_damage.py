@@ -24,7 +24,7 @@ from fsdpckpt.ir.checkpoint import Container
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from tests.comm.forked_workers import forked_workers
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 
 FORMS: dict[str, dict[str, Any]] = {
     "safetensors": {"to": "full", "container": "safetensors"},
@@ -236,7 +236,7 @@ def test_a_resumed_conversion_compares_what_both_runs_have_read(place: str, tmp_
     report = convert(Solo(), str(tmp_path / "st"), str(out), options, NoProgress())
     assert any(note.kind == "resumed" for note in report.notes)
     held = torch.load(out)["model"]
-    assert all(identical(held[name], value) for name, value in model.items())
+    require_identical(held, model)
 
 
 def test_workers_compare_a_file_that_each_of_them_read_in_part(written: Callable[[str], Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 
 SHAPES = {
     "actor": {"layers.0.weight": (4, 4), "layers.1.weight": (4, 4), "layers.2.weight": (4, 4), "head.weight": (4, 4)},
@@ -81,8 +81,7 @@ def test_one_list_names_the_ids_of_every_optimizer(prefixes: dict[str, str], tmp
     listed = written(tmp_path / "order.txt", prefixes=prefixes)
     report = fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "out.pt", to="full", key_type="name", parameters=listed)
     assert not [note.message for note in report.notes if note.kind == "unused"], "the models need no list"
-    found = states(tmp_path / "out.pt", truth)
-    assert all(identical(found[each], truth[each]) for each in truth)
+    require_identical(states(tmp_path / "out.pt", truth), truth)
     assert fsdpckpt.diff(tmp_path / "ids.pt", tmp_path / "out.pt", parameters=listed).same
     for section, shapes in SHAPES.items():
         options: dict[str, Any] = {"only": f"optim:{section}", "key_type": "name", "parameters": listed}
@@ -109,8 +108,7 @@ def test_one_list_for_flattened_targets_says_the_order_of_optimizers_and_not_of_
         parameters=listed,
     )
     fsdpckpt.convert(tmp_path / "flat", tmp_path / "out.pt", to="full", key_type="name")
-    found = states(tmp_path / "out.pt", truth)
-    assert all(identical(found[each], truth[each]) for each in truth)
+    require_identical(states(tmp_path / "out.pt", truth), truth)
 
 
 def test_models_with_the_same_names_are_told_apart_by_their_keys(tmp_path: Path) -> None:
@@ -119,8 +117,7 @@ def test_models_with_the_same_names_are_told_apart_by_their_keys(tmp_path: Path)
     truth = saved(tmp_path / "ids.pt", shapes=shapes, groups=groups)
     listed = written(tmp_path / "order.txt", prefixes={"actor": "actor.", "critic": "critic."}, groups=groups)
     fsdpckpt.convert(tmp_path / "ids.pt", tmp_path / "out.pt", to="full", key_type="name", parameters=listed)
-    found = states(tmp_path / "out.pt", truth)
-    assert all(identical(found[each], truth[each]) for each in truth)
+    require_identical(states(tmp_path / "out.pt", truth), truth)
 
 
 def test_a_list_for_one_model_leaves_the_others_to_be_asked_about_and_a_typing_error_is_refused(tmp_path: Path) -> None:
@@ -165,7 +162,7 @@ def test_the_optimizers_order_is_no_contradiction_to_the_units_of_models(tmp_pat
     )
     assert fsdpckpt.diff(tmp_path / "ids.pt", tmp_path / "flat", parameters=listed).same
     fsdpckpt.convert(tmp_path / "flat", tmp_path / "out.pt", to="full", key_type="name", parameters=listed)
-    assert all(identical(value, truth[name]) for name, value in states(tmp_path / "out.pt", truth).items())
+    require_identical(states(tmp_path / "out.pt", truth), truth)
     other = written(tmp_path / "other.txt", prefixes={"actor": "actor.", "critic": "critic.x"})
     with pytest.raises(FsdpckptError, match=r"xh\.r\.weight in parameters"):
         fsdpckpt.convert(tmp_path / "flat", tmp_path / "not.pt", to="full", key_type="name", parameters=other)
@@ -200,4 +197,4 @@ def test_the_names_may_come_from_a_pipe(taken: str, tmp_path: Path) -> None:
         os.close(reading)
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "wanted.pt").read_bytes()
     if taken == "all":
-        assert all(identical(value, truth[key]) for key, value in states(tmp_path / "out.pt", truth).items())
+        require_identical(states(tmp_path / "out.pt", truth), truth)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fsdpckpt
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 
 WORDS = ("z", "a", "m.b", "m.a", "layers.10", "layers.2")
 STEPS = ("rename", "prefix", "strip", "drop", "name", "id")
@@ -46,7 +46,7 @@ class Truth:
     def require(self, content: Any) -> None:
         """The file says of every parameter what the truth says, and a live optimizer gets it by its own order."""
         assert list(content["model"]) == list(self.weights)
-        assert all(identical(content["model"][name], value) for name, value in self.weights.items())
+        require_identical(content["model"], self.weights)
         live = {name: nn.Parameter(torch.zeros_like(value)) for name, value in self.weights.items()}
         optimizer = torch.optim.Adam(
             [{"params": [live[name] for name in group]} for group in self.groups], foreach=False

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import fsdpckpt
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 from tests.oracle.fake import rank_file
 from tests.oracle.fake_group import as_rank
 from tests.writers.experts import ExpertMesh, mixture
@@ -59,7 +59,6 @@ def test_each_rank_holds_its_experts_and_their_states(tmp_path: Path, mesh: Expe
                     assert identical(moments[key]["exp_avg"].to_local(), value.to_local() * 3), key
     fsdpckpt.convert(tmp_path / "dcp", tmp_path / "back.pt", to="full", map=tmp_path / "map.json", inverse=True)
     again = torch.load(tmp_path / "back.pt")
-    for key, value in model.items():
-        assert identical(again["model"][key], value), key
+    require_identical(again["model"], model)
     for key in trained:
         assert identical(again["optimizer"]["state"][key]["exp_avg"], states[key]["exp_avg"]), key

@@ -9,7 +9,15 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["differences", "identical", "optimizer_by_id", "plain", "require_identical", "settings_by_parameter"]
+__all__ = [
+    "differences",
+    "identical",
+    "optimizer_by_id",
+    "plain",
+    "require_identical",
+    "require_parts",
+    "settings_by_parameter",
+]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +106,19 @@ def identical(found: Any, expected: Any) -> bool:
 
 def require_identical(found: Any, expected: Any, where: str = "") -> None:
     """Nothing differs; else the test fails with all that does."""
-    assert differences(found, expected, where) == []
+    different = differences(found, expected, where)
+    assert not different, "\n".join(different)
+
+
+def require_parts(found: Mapping[Any, Any], expected: Mapping[Any, Any], where: str = "") -> None:
+    """As ``require_identical``, but ``found`` may have more keys, at any depth."""
+    require_identical(_those_of(expected, found), expected, where)
+
+
+def _those_of(keys: Any, value: Any) -> Any:
+    if not isinstance(keys, Mapping) or not isinstance(value, Mapping):
+        return value
+    return {key: _those_of(inner, value[key]) for key, inner in keys.items() if key in value}
 
 
 def plain(value: Any) -> Any:

@@ -24,7 +24,7 @@ from fsdpckpt.readers.deepspeed.partitions import PartitionError, partitions_of_
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.deepspeed.make import Net
 from tests.makers import Change, Make, add, add_copy, copied, edit, files, lose, move, put
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 from tests.readers.contents import held, opened
 from tests.readers.junk import save
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
@@ -458,7 +458,7 @@ def test_without_an_optimizer_file_the_weights_are_taken_from_the_module_states(
     fsdpckpt.convert(tmp_path / "step" / MODEL, tmp_path / "weights.pt", only="model")
     module = torch.load(tmp_path / "step" / MODEL, weights_only=False)["module"]
     found = torch.load(tmp_path / "weights.pt")
-    assert found.keys() == module.keys() and all(identical(found[key], module[key]) for key in module)
+    require_identical(found, module)
 
 
 def test_the_files_of_one_of_two_saves_can_be_left_out(tmp_path: Path) -> None:

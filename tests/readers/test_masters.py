@@ -11,7 +11,7 @@ from torch import nn
 
 import fsdpckpt
 from fsdpckpt.ir.tensors import Tensor
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 from tests.readers.contents import opened
 
 WRAPPERS = [
@@ -55,8 +55,7 @@ def test_the_masters_of_a_wrapper_are_the_trained_parameters(inner: str, masters
     source = saved(tmp_path, {"model": copies(model), "optimizer": wrapper, "iteration": 3})
     report = fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
     found = loaded(tmp_path / "full.pt")
-    for name, leaf in model.state_dict().items():
-        assert found["model"][name].dtype is torch.float32 and identical(found["model"][name], leaf), name
+    require_identical(found["model"], model.state_dict())
     assert found["optimizer"]["cur_scale"] == 2.0 and masters not in found["optimizer"]
     again = torch.optim.AdamW(model.parameters())
     again.load_state_dict(found["optimizer"][inner])
@@ -74,7 +73,7 @@ def test_a_parameter_that_is_float32_itself_has_no_master(tmp_path: Path) -> Non
     source = saved(tmp_path, {"model": copies(model, kept=kept), "optimizer": wrapper})
     fsdpckpt.convert(source, tmp_path / "full.pt", to="full", key_type="name")
     found = loaded(tmp_path / "full.pt")
-    assert all(identical(found["model"][name], leaf) for name, leaf in model.state_dict().items())
+    require_identical(found["model"], model.state_dict())
     assert set(found["optimizer"]["state"]) == set(model.state_dict())
 
 
@@ -301,7 +300,7 @@ def test_an_optimizer_in_another_order_than_the_model_is_tied_by_value(
         assert identical(state["exp_avg"], optimizer.state_dict()["state"][number]["exp_avg"])
     assert any("the order of the model does not fit" in note.message for note in report.notes)
     fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
-    assert all(identical(loaded(tmp_path / "weights.pt")[name], masters[at]) for at, name in enumerate(own))
+    require_identical(loaded(tmp_path / "weights.pt"), dict(zip(own, masters, strict=True)))
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -324,4 +323,4 @@ def test_masters_that_contradict_the_copies_are_a_problem_that_names_the_paramet
     with pytest.raises(fsdpckpt.SourceCorruptError, match=r"in the place of z\.weight does not round .*only='model'"):
         fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name")
     fsdpckpt.convert(source, tmp_path / "weights.pt", only="model")
-    assert all(identical(loaded(tmp_path / "weights.pt")[name], leaf) for name, leaf in model.items())
+    require_identical(loaded(tmp_path / "weights.pt"), model)

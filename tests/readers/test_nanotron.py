@@ -17,7 +17,7 @@ import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.readers.nanotron import NanotronReader
 from fsdpckpt.testing import WEIGHTS, ReaderContract
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 
 Slices = tuple[slice, ...]
 STAGES, TP = 2, 2
@@ -154,13 +154,8 @@ def test_weights_and_states_of_all_ranks_are_whole_again(zero: int, masters: boo
     assert not fsdpckpt.verify(source).problems
     fsdpckpt.convert(tmp_path / "run", tmp_path / "full.pt", to="full")
     found = torch.load(tmp_path / "full.pt")
-    expected = saved.masters if masters else saved.model
-    assert found["model"].keys() == expected.keys()
-    assert all(identical(found["model"][name], value) for name, value in expected.items())
-    assert found["optimizer"]["state"].keys() == saved.states.keys()
-    for name, states in saved.states.items():
-        for key, value in states.items():
-            assert identical(found["optimizer"]["state"][name][key], value), (name, key)
+    require_identical(found["model"], saved.masters if masters else saved.model)
+    require_identical(found["optimizer"]["state"], saved.states)
     groups = found["optimizer"]["param_groups"]
     assert [sorted(group.pop("params")) for group in groups] == [
         sorted(name for name in saved.states if ("norm" in name) is norm) for norm in (False, True)

@@ -18,7 +18,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.units.request import write_units
 from fsdpckpt.ir.checkpoint import Layout
 from tests.flat.flat_checkpoints import unit, units_of
-from tests.oracle.compare import identical
+from tests.oracle.compare import require_identical
 from tests.oracle.fake_group import as_rank
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -189,9 +189,7 @@ def test_factored_states_of_whole_parameters_fit_the_units(tmp_path: Path, flavo
     assert fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "b").same
     if flavor is None:
         found = torch.load(tmp_path / "b" / "optim_world_size_1_rank_0.pt", weights_only=True)["state"]
-        assert found.keys() == truth["state"].keys()
-        for name, states in truth["state"].items():
-            assert all(identical(found[name][state], value) for state, value in states.items())
+        require_identical(found, truth["state"])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fsdpckpt.ir.units import Strategy
 from fsdpckpt.ir.units_json import loads
 from tests.flat.live.conftest import World
 from tests.flat.live.models import CASES, Case, Normalised, TiedAcross, TiedHead, wrapped
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_identical
 from tests.oracle.flat_models import Convolutions, Nested, Outer, Perceptron
 
 try:
@@ -125,8 +125,7 @@ def test_a_weight_that_the_head_shares_with_the_embedding_does_not_change_the_or
     fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "flat", **wanted)
     fsdpckpt.convert(tmp_path / "flat", tmp_path / "again.pt", to="full", key_type="name")
     again = torch.load(tmp_path / "again.pt", weights_only=True)
-    assert again["model"].keys() == full.keys()
-    assert all(identical(again["model"][name], full[name]) for name in full)
+    require_identical(again["model"], full)
     found = again["optimizer"]["state"].values()  # in the same order
     for states, key in zip(found, keys, strict=True):
         assert identical(states["momentum_buffer"], state[key]["momentum_buffer"])
