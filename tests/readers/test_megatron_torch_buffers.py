@@ -13,6 +13,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError
 from tests.oracle.compare import identical, require_parts
+from tests.readers import test_megatron_torch_grid
 from tests.readers.contents import opened
 from tests.readers.test_megatron_torch_grid import RUNS, WORD_EMBEDDINGS, Run
 
@@ -149,3 +150,22 @@ def test_equal_values_that_fit_in_two_places_are_refused(tmp_path: Path) -> None
     run.whole = {name: torch.zeros_like(value) for name, value in run.whole.items()}
     problems = fsdpckpt.verify(run.save(tmp_path / "zeros")).problems
     assert any("cannot tell where each parameter is" in problem.message for problem in problems), problems
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [Run, Distributed])
+def test_a_copy_that_is_not_its_master_anywhere_is_found(
+    kind: type[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading compares samples of large weights; ``verify`` all of them."""
+    monkeypatch.setattr(test_megatron_torch_grid, "WORDS", 40_000)
+    run = kind(tensor=2, layers=(1,))
+    source = run.save(tmp_path / "run")
+    assert not fsdpckpt.verify(source).problems
+    path = source / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    content["model"][WORD_EMBEDDINGS].view(-1)[30_000] += 1
+    torch.save(content, path)
+    (problem,) = fsdpckpt.verify(source).problems
+    assert (problem.kind, problem.key) == ("master", WORD_EMBEDDINGS)
+    assert "first at [25000, 0]" in problem.message

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import cast
 
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.megatron_torch.names import StateDict
 from fsdpckpt.readers.megatron_torch.places import RankPlace
-from fsdpckpt.readers.model_shards import Shards
+from fsdpckpt.readers.model_shards import RankGrid, Shards, whole_shard
+from fsdpckpt.readers.torch_ranks.merge import merge_distributed
 from fsdpckpt.readers.torch_ranks.rank_files import RankFile
 
 FORMAT = "megatron-torch"
@@ -36,3 +40,20 @@ class WholeModel:
     files: Sequence[Held]
     order: Sequence[str]  # all names, in the model's order
     shards: Mapping[str, Shards]  # of each tensor: what each file has of it
+
+    def copies(self, mastered: Set[str]) -> dict[str, Tensor]:
+        """The weights that the model computed with, of the parameters ``mastered``: those of the optimizer are used."""
+        if not mastered:
+            return {}
+        grid = RankGrid(1, len(self.files))
+        roots: list[StateDict] = []
+        for own in self.files:
+            copies: StateDict = {
+                name: whole_shard(grid, own.file.rank, own.file.rank, self.shards[name], leaf)
+                for name, leaf in own.weights.items()
+                if name in mastered
+            }
+            roots.append({MODEL: copies})
+        root = cast("dict[Key, Value]", merge_distributed([own.file for own in self.files], roots, FORMAT).root)
+        found = cast("dict[Key, Value]", root[MODEL])
+        return {str(name): leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}

@@ -111,9 +111,11 @@ class _Iteration:
         root[MODEL] = {**in_model, **model}
         separate_extras(tree, self.table, self.sources)
         tree.notes += notes_on_dropped([file.archive for file in self.files])
-        if members is not None or distributed is not None:
-            copies = {weight.dtype.name for own in whole.files for weight in own.weights.values()}
-            tree.notes += notes_on_copies(copies - {"float32"})
+        mastered = set() if members is None else {name for names in members.groups for name in names}
+        if distributed is not None:
+            mastered.update(map(str, cast("dict[Key, Value]", cast("dict[Key, Value]", distributed.root)[MODEL])))
+        tree.copies = whole.copies(mastered)
+        tree.notes += notes_on_copies({copy.dtype.name for copy in tree.copies.values()} - {"float32"})
         message = f"{self.directory} is Megatron-LM's torch format of {grid.described()}"
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         return tree
