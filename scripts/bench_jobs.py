@@ -268,6 +268,7 @@ NAMED_FLAVORS = (
     "transformers-distributed",
     "veomni",
 )
+PARALLEL = ("autotp", "pipeline", "experts", "autoep", "megatron-torch", "megatron-buffers")
 
 
 def named(flavor: str) -> Callable[[Bench], Row]:
@@ -276,6 +277,8 @@ def named(flavor: str) -> Callable[[Bench], Row]:
     def row(bench: Bench) -> Row:
         if flavor == "nanotron":
             source = bench.make("nanotron", FEW)
+        elif flavor in PARALLEL:
+            source = bench.make_parallel(flavor, FEW)
         else:
             source = bench.derive(flavor, bench.make("many", FEW, ".pt"), "--world-size", "4")
         target = bench.path("out.pt")
@@ -322,5 +325,5 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "scale-plan-512": scale_plan("dcp", 512, 384),
     "scale-plan-4096": scale_plan("dcp", 4096, 3072),
     "scale-verify": scale_verify,
-    **{f"named-{flavor}": named(flavor) for flavor in (*NAMED_FLAVORS, "nanotron")},
+    **{f"named-{flavor}": named(flavor) for flavor in (*NAMED_FLAVORS, "nanotron", *PARALLEL)},
 }

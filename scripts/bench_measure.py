@@ -86,6 +86,16 @@ class Bench:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
         return path
 
+    def make_parallel(self, form: str, tensors: int) -> str:
+        """What several ranks of DeepSpeed or Megatron-LM save, made unless an earlier benchmark left it."""
+        path = os.path.join(self.directory, f"{form}-{tensors}")
+        self.made.add(path)
+        if not os.path.exists(path):
+            talk(f"making {os.path.basename(path)}")
+            command = [sys.executable, os.path.join(HERE, "bench_parallel_make.py"), form, path, str(tensors)]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        return path
+
     def make_scale(self, ranks: int, *arguments: str) -> str:
         """Llama 3 405B as ``ranks`` ranks save it, with holes for data, made unless an earlier bench left it."""
         path = os.path.join(self.directory, "-".join(["scale", str(ranks), *arguments]).replace("--", ""))
