@@ -57,33 +57,30 @@ def join(
     section, NeedsInformationError if the model of one and the optimizer of another have no name in common, and
     SourceUnrecognisedError if none has a model or an optimizer.
     """
-    if len(parts) > 1:  # Lightning's meta.pt has extras, even if they are a dict of tensors like a model
-        parts = [
-            replace(read_part(replace(part.origin, extras=True), part.tree), file_numbers=part.file_numbers)
-            if part.stem == "meta"
-            else part
-            for part in parts
-        ]
+    if len(parts) > 1:
+        parts = list(map(_as_extras_of_lightning, parts))
     parts = with_names(parts, source)
     require_one_each(source, parts, sources)
     with_model = next((part for part in parts if part.sections.model is not None), None)
     with_optim = next((part for part in parts if part.sections.optim is not None), None)
-    notes = [*notes, *(_unmatched_names(source, with_model, with_optim) if with_model and with_optim else ())]
+    if with_model and with_optim:
+        notes = [*notes, *_unmatched_names(source, with_model, with_optim)]
     main = with_model or with_optim or next((part for part in parts if not part.auxiliary), parts[0])
     world_size = max(part.tree.world_size for part in parts if not part.auxiliary or part is main)
+    # What each rank holds alone: local tensors that are parts of one, and slices of flat parameters.
     if with_model is not None:
-        optim = with_optim.sections.optim if with_optim is not None else None
-        join_local_tensors(with_model.tree, with_model.sections, optim)
+        of_model = with_optim.sections.optim if with_optim is not None else None
+        join_local_tensors(with_model.tree, with_model.sections, of_model)
     model = main.sections.model
-    possible = not files.hold_no_slices()
     for part in parts:
-        convert_slices(part.tree, part.sections, model, part.label, possible=possible)
+        convert_slices(part.tree, part.sections, model, part.label, possible=files.may_hold_slices())
         problems = (_slices_of_one_rank(part), _reused_ids(part, model), _states_in_buffers(part))
         part.tree.problems += [problem for problem in problems if problem is not None]
     optim = with_optim.sections.optim if with_optim is not None else None
     if with_optim is not None and optim is not None and is_megatrons(with_optim.tree.root, with_optim.tree.flavor):
         optim, problem = with_step_of_each(optim, files)
         with_optim.tree.problems += [problem] if problem is not None else []
+    # What no part has as a model or an optimizer.
     extra, rank_extra, named, frame, in_parts = _extras(parts)
     _require_more_than_extras(source, parts, extra)
     origin = Origin(
@@ -121,6 +118,13 @@ def join(
     return with_masters(checkpoint, sources)
 
 
+def _as_extras_of_lightning(part: ReadPart) -> ReadPart:
+    """``part`` as extras if it is Lightning's ``meta.pt``, even if they are a dict of tensors like a model."""
+    if part.stem != "meta":
+        return part
+    return replace(read_part(replace(part.origin, extras=True), part.tree), file_numbers=part.file_numbers)
+
+
 def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Mapping[Key, Value]) -> None:
     """Raises SourceUnrecognisedError if no part has a model or an optimizer, and nothing that may be one: settings,
     schedulers and random states say where a training stood, and are no checkpoint without the rest.
@@ -143,12 +147,13 @@ def _require_more_than_extras(source: str, parts: Sequence[ReadPart], extra: Map
 
 def _nesting(parts: Sequence[ReadPart]) -> dict[Section, KeyPath]:
     """The keys under which the main sections were saved in their files."""
-    return {
-        section: path
-        for part in parts
-        for section, path in ((Section.MODEL, part.sections.model_path), (Section.OPTIM, part.sections.optim_path))
-        if path is not None and section in part.main_sections
-    }
+    nesting: dict[Section, KeyPath] = {}
+    for part in parts:
+        paths = {Section.MODEL: part.sections.model_path, Section.OPTIM: part.sections.optim_path}
+        for section, path in paths.items():
+            if path is not None and section in part.main_sections:
+                nesting[section] = path
+    return nesting
 
 
 def without_exports(parts: Sequence[ReadPart]) -> list[ReadPart]:

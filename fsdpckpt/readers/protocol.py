@@ -186,9 +186,9 @@ class FileTable:
     def files(self) -> tuple[SourceFile, ...]:
         return tuple(self._files)
 
-    def hold_no_slices(self) -> bool:
-        """Whether this program wrote all of these files, and not as slices of flat parameters."""
-        return all(path in self.without_slices for path in self._ids)
+    def may_hold_slices(self) -> bool:
+        """Whether there may be slices of flat parameters in them: not in what this program wrote otherwise."""
+        return not all(path in self.without_slices for path in self._ids)
 
     def truncate(self, count: int) -> None:
         """Remove all files but the first ``count``."""

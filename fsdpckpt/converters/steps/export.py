@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fsdpckpt import flags
@@ -131,16 +131,19 @@ def _without_tied_copies(
     model = checkpoint.model
     if model is None:
         return checkpoint
-    notes: list[Note] = []
-    some_of = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
-    stored: dict[Tensor, str] = {}
-    left_out: dict[str, str] = {}
+    tied_to = ties([leaf for leaf in model.params.values() if isinstance(leaf, Tensor)])
+    first_names: dict[Tensor, str] = {}
+    left_out: dict[str, str] = {}  # each with the name that stays
     for name, leaf in model.params.items():
         if isinstance(leaf, Tensor):
-            first = stored.setdefault(some_of.get(leaf, leaf), name)
+            first = first_names.setdefault(tied_to.get(leaf, leaf), name)
             if first != name:
                 left_out[name] = first
-    left_out |= _tied_by_configuration(checkpoint, model, set(left_out), folders, sources, notes, reference)
+    notes: list[Note] = []
+    if configuration_in(folders, sources).get("tie_word_embeddings") is True:
+        pair, differing = _tied_by_configuration(checkpoint, model, left_out, sources, reference)
+        left_out |= pair
+        notes += differing
     values = [name for name, leaf in model.params.items() if not isinstance(leaf, Tensor)]
     notes += [Note("tied", f"{name} is left out: it is tied to {first}", name) for name, first in left_out.items()]
     notes += [Note("dropped", f"{name} is left out: it is not a tensor", name) for name in values]
@@ -149,27 +152,22 @@ def _without_tied_copies(
 
 
 def _tied_by_configuration(
-    checkpoint: Checkpoint,
-    model: ModelState,
-    left_out: set[str],
-    folders: Sequence[str],
-    sources: Sources,
-    notes: list[Note],
-    reference: str | None,
-) -> dict[str, str]:
-    """Map the output layer to the word embeddings if ``config.json`` ties them and their bytes agree."""
+    checkpoint: Checkpoint, model: ModelState, left_out: Collection[str], sources: Sources, reference: str | None
+) -> tuple[dict[str, str], list[Note]]:
+    """The output layer with the name of the word embeddings, which ``config.json`` ties it to, if their bytes agree;
+    else a note. Raises SourceUnsupportedError if they do not and the configuration is that of ``reference``.
+    """
     heads = [name for name in model.params if _OUTPUT_LAYER.search(name) and name not in left_out]
     embeddings = [name for name in model.params if WORD_EMBEDDINGS.search(name)]
-    tied = configuration_in(folders, sources).get("tie_word_embeddings") is True
-    if len(heads) != 1 or len(embeddings) != 1 or not tied:
-        return {}
+    if len(heads) != 1 or len(embeddings) != 1:
+        return {}, []
     head, embedding = model.params[heads[0]], model.params[embeddings[0]]
     if not isinstance(head, Tensor) or not isinstance(embedding, Tensor) or head.shape != embedding.shape:
-        return {}
+        return {}, []
     if head.dtype == embedding.dtype:
         files = (checkpoint.files, sources)
         if first_difference((head, *files), (embedding, *files), None) is None:
-            return {heads[0]: embeddings[0]}
+            return {heads[0]: embeddings[0]}, []
     if reference is not None:
         path = f"{reference.rstrip('/')}/{CONFIG}"
         raise SourceUnsupportedError(
@@ -183,8 +181,7 @@ def _tied_by_configuration(
             next_step=f"name the directory of the trained model, or change the field in a copy of {reference}",
         )
     message = f"{CONFIG} ties {heads[0]} to {embeddings[0]}, and their values differ: both are written"
-    notes.append(Note("tied", message, heads[0]))
-    return {}
+    return {}, [Note("tied", message, heads[0])]
 
 
 def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:

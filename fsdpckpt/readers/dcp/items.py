@@ -198,25 +198,27 @@ class _Contents:
             numbers = np.flatnonzero((ndim == dimensions) & (counts > 0))
             if not len(numbers):
                 continue
+            # The size and the stride that the item of each chunk of these tensors has.
             nothing = ((0,) * dimensions,) * 2  # a placeholder for kinds with a different number of dimensions
             forms = [(shape, stride) if len(shape) == dimensions else nothing for _, shape, stride in kinds]
             rows = np.repeat(ndim == dimensions, counts)
-            stored = np.array(forms, np.int64).swapaxes(0, 1).take(self.kind[rows], axis=1)
+            stored_size, stored_stride = np.array(forms, np.int64).swapaxes(0, 1).take(self.kind[rows], axis=1)
+            # Those that the metadata declares.
             tensors = [self.declared[number] for number in numbers.tolist()]
-            declared = [(tensor.chunks.size, tensor.chunks.stride) for tensor in tensors]
-            begins = np.cumsum(counts[numbers]) - counts[numbers]
-            differs = [stored[at] != np.concatenate(column) for at, column in enumerate(zip(*declared, strict=True))]
-            if differs[0].any():
+            declared_size = np.concatenate([tensor.chunks.size for tensor in tensors])
+            other_size = stored_size != declared_size
+            other_stride = stored_stride != np.concatenate([tensor.chunks.stride for tensor in tensors])
+            if other_size.any():
                 # FSDP2 stores (0, 0) where it declares (4, 0). Such a chunk stays as declared: no element is elsewhere.
-                declared_size = np.concatenate([size for size, _ in declared])
-                empty = (declared_size == 0).any(axis=1) & (stored[0] == 0).any(axis=1)
-                stored[0, empty] = declared_size[empty]
-                for column in differs:
-                    column[empty] = False
-            sizes, strides = (np.logical_or.reduceat(column.any(axis=1), begins) for column in differs)
+                empty = (declared_size == 0).any(axis=1) & (stored_size == 0).any(axis=1)
+                stored_size[empty] = declared_size[empty]
+                other_size[empty] = other_stride[empty] = False
+            begins = np.cumsum(counts[numbers]) - counts[numbers]
+            sizes = np.logical_or.reduceat(other_size.any(axis=1), begins)
+            strides = np.logical_or.reduceat(other_stride.any(axis=1), begins)
             for at in np.flatnonzero(sizes | strides).tolist():
                 tensor, rows_of_it = tensors[at], slice(begins[at], begins[at] + counts[numbers[at]])
-                size, stride = stored[:, rows_of_it]
+                size, stride = stored_size[rows_of_it], stored_stride[rows_of_it]
                 alike = tensor.chunks.boxes, size.tobytes(), stride.tobytes()
                 if alike not in found:
                     found[alike] = Boxes(tensor.chunks.start, size.copy(), stride.copy())

@@ -72,7 +72,7 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
     sharded_blocks = (value for value in blocks.values() if isinstance(value, Tensor) and value.sharded)
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or any(True for _ in sharded_blocks):
         tree.layout = Layout.SHARDED
-    if not files.hold_no_slices():
+    if files.may_hold_slices():
         _find_flattened(directory, tensors, tree)
     tree.problems.extend(_misnamed_problems(directory.metadata.order, directory.metadata.paths))
     tree.problems.extend(shared_bytes(directory.metadata))
