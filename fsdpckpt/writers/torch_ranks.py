@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import posixpath
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -140,6 +140,48 @@ def _in_blob(file: TargetFile, offsets: Int64Array) -> Int64Array:
     return row[:, 1] + offsets - row[:, 0]
 
 
+_NOT_TIED: Mapping[Tensor, Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """Lays out one file for each rank. ``pickles`` makes the writer of a rank, with the tensors that are tied."""
+
+    world_size: int
+    pickles: Callable[..., RankPickle]
+    cut: Mapping[Tensor, Sharding]
+    alike: bool  # whether the pickles of two ranks with equal shapes differ in numbers alone
+
+    def same(self, path: str, value: Value, tied: Mapping[Tensor, Tensor] = _NOT_TIED) -> list[TargetFile]:
+        """A file with ``value`` for each rank. ``path``: with ``{rank}`` and ``{world_size}`` in it."""
+        if not self.alike:
+            return self.files(path, dict.fromkeys(range(self.world_size), value), tied)
+        return self._in_memory(self._rank_files(tied).of_value(value, self._paths(path)))
+
+    def files(
+        self, path: str, values: Mapping[int, Value], tied: Mapping[Tensor, Tensor] = _NOT_TIED
+    ) -> list[TargetFile]:
+        """A file for each rank of ``values``, with its own."""
+        return self._in_memory(self._rank_files(tied).of_values(values, self._paths(path)))
+
+    def _paths(self, path: str) -> list[str]:
+        return [path.format(rank=rank, world_size=self.world_size) for rank in range(self.world_size)]
+
+    def _rank_files(self, tied: Mapping[Tensor, Tensor]) -> RankFiles:
+        def pickle(rank: int) -> RankPickle:
+            return self.pickles(rank=rank, canonical=tied)
+
+        return RankFiles(pickle, self.cut)
+
+    def _in_memory(self, laid_out: Iterable[TargetFile]) -> list[TargetFile]:
+        """All files. Raises UsageError after the first that shows that they do not fit."""
+        files: list[TargetFile] = []
+        for file in laid_out:
+            files.append(file)
+            require_memory(len(files[0].blob), self.world_size)
+        return files
+
+
 def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """``spec.world_size`` files for each section of the checkpoint.
 
@@ -169,44 +211,27 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
     # A ShardedTensor names its own rank before all others, a mesh of several dimensions names the groups of each rank:
     # then the pickles of two ranks differ in their memos too.
-    use_template = spec.tensor is TensorForm.DTENSOR and all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
-
-    def files_of(
-        name: str, values: Mapping[int, Value], tied: Mapping[Tensor, Tensor] | None = None, *, same: bool = True
-    ) -> list[TargetFile]:
-        """One file for each rank of ``values``, with ``name``. ``same``: all ranks have the value of rank 0."""
-
-        def pickle(rank: int) -> RankPickle:
-            return pickles(rank=rank, world_size=world_size, shardings=cut, casts=casts, canonical=tied or {})
-
-        paths = [name.format(rank=rank, world_size=world_size) for rank in range(world_size)]
-        laid_out = RankFiles(pickle, cut)
-        if same and use_template:
-            rank_files = laid_out.of_value(values[0], paths)
-        else:
-            rank_files = laid_out.of_values(dict.fromkeys(range(world_size), values[0]) if same else values, paths)
-        files = []
-        for file in rank_files:
-            files.append(file)
-            require_memory(len(files[0].blob), world_size)
-        return files
-
-    files = []
+    one_dimension = all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
+    alike = spec.tensor is TensorForm.DTENSOR and one_dimension
+    pickles = partial(pickles, world_size=world_size, shardings=cut, casts=casts)
+    ranks = _Ranks(world_size, pickles, cut, alike=alike)
+    files: list[TargetFile] = []
     leaves = checkpoint.model.params.values() if checkpoint.model is not None else ()
     tied = ties([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]
     if spec.by_item:
         for item, values in items_by_rank(checkpoint, spec.section_paths, world_size).items():
-            files += files_of(default_file(item, "{rank}"), values, tied, same=not checkpoint.rank_extra)
+            path = default_file(item, "{rank}")
+            files += ranks.files(path, values, tied) if checkpoint.rank_extra else ranks.same(path, values[0], tied)
         files.append(sharding_metadata(checkpoint, spec, cut, casts, device or mesh.device))
     else:
         if checkpoint.model is not None:
-            files += files_of(spec.section_paths[Section.MODEL].file, {0: model_dict(checkpoint.model)}, tied)
+            files += ranks.same(spec.section_paths[Section.MODEL].file, model_dict(checkpoint.model), tied)
         if checkpoint.optim is not None:
-            files += files_of(spec.section_paths[Section.OPTIM].file, {0: optimizer_dict(checkpoint.optim)})
+            files += ranks.same(spec.section_paths[Section.OPTIM].file, optimizer_dict(checkpoint.optim))
         if any(extras):
-            files += files_of(spec.section_paths[Section.EXTRA].file, dict(enumerate(extras)), same=world_size == 1)
+            files += ranks.files(spec.section_paths[Section.EXTRA].file, dict(enumerate(extras)))
     if any(extras):
         notes += extra_notes(checkpoint, world_size)
     if device is None and spec.tensor is TensorForm.DTENSOR:
