@@ -53,7 +53,7 @@ def make_report(
         flavor=decision.flavor_name,
         world_size=decision.world_size if decision.world_size is not None else kept,
         tensors=sum(1 for _ in checkpoint.leaves()),
-        parameters=len(checkpoint.model.params) if checkpoint.model is not None else 0,
+        parameters=len(checkpoint.params),
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         peak_memory_planned=budget.nbytes,

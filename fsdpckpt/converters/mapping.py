@@ -105,7 +105,7 @@ def _mapped(
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     return {name: leaf.shape for name, leaf in params.items() if isinstance(leaf, Tensor)}
 
 

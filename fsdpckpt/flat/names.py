@@ -40,7 +40,7 @@ def prefixes_of(checkpoint: Checkpoint) -> UnitPrefixes | None:
     Flat parameters (``LOCAL_STATE_DICT``) name every unit. Names with FSDP's own path segments, in ``param_names`` or
     as the keys of ``_NamedOptimizer``, show where each wrapped module begins.
     """
-    flat = [clean(key) for key in checkpoint.model.params if is_flat_key(key)] if checkpoint.model is not None else []
+    flat = [clean(key) for key in checkpoint.params if is_flat_key(key)]
     if flat:
         prefixes = tuple(key[: -len(FLAT_PARAM)].rstrip(".") for key in flat)
         return UnitPrefixes(prefixes, complete=True, label="the flat parameters' keys", exact=True)
@@ -65,11 +65,11 @@ def parameter_order(checkpoint: Checkpoint) -> list[str]:
     """Parameters in the model's order if the checkpoint shows it: the by-name slices beside flat parameters, or the
     ``param_names`` of a single group; otherwise empty.
     """
-    model = checkpoint.model.params if checkpoint.model is not None else {}
+    model = checkpoint.params
     sliced = [key for key, leaf in model.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices)]
     if sliced and checkpoint.container is Container.TORCH:
         return [clean(key) for key in sliced]
-    groups = (checkpoint.optim.groups or ()) if checkpoint.optim is not None else ()
+    groups = checkpoint.groups
     return [clean(name) for name in groups[0].names() if not is_flat_key(name)] if len(groups) == 1 else []
 
 

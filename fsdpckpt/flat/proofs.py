@@ -106,7 +106,7 @@ def _is_initial(values: npt.NDArray[np.generic], constants: set[float]) -> bool:
 
 def _hyper_parameters(checkpoint: Checkpoint) -> set[float]:
     """The numbers in the param groups, exact and rounded to float32."""
-    groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
+    groups = checkpoint.groups
     settings = [value for group in groups for value in group.settings.values()]
     numbers = {float(value) for value in settings if isinstance(value, (int, float))}
     return numbers | {float(np.float32(value)) for value in numbers}
@@ -137,7 +137,7 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
 
 def _alignment_gaps(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[_Padding]:
     """The alignment between the parameters of the model's flat parameters."""
-    for key, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+    for key, leaf in checkpoint.params.items():
         layout = match.layouts.get(clean(key))
         if layout is None or not isinstance(leaf, Tensor) or leaf.dtype.numpy is None:
             continue

@@ -133,7 +133,7 @@ def possible_numels(checkpoint: Checkpoint) -> tuple[int, ...]:
     Does not count parameters that show nothing (no state, one element for each rank).
     """
     world_size = checkpoint.world_size
-    model = checkpoint.model.params if checkpoint.model is not None else {}
+    model = checkpoint.params
     flat = [leaf.numel for key, leaf in model.items() if is_flat_key(key) and isinstance(leaf, Tensor)]
     if flat:
         return (sum(flat),)

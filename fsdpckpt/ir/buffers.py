@@ -111,7 +111,7 @@ def copies_differ(first_rank: int, rank: int, consequence: str) -> str:
 
 def _per_rank(checkpoint: Checkpoint) -> dict[str, tuple[Tensor, PerRank]]:
     """The tensors of the model that ranks may hold differently."""
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     return {
         key: (leaf, leaf.cut)
         for key, leaf in params.items()

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.ir.ledger import Evidence, EvidenceKind, Ledger, Note, NoteKind, Problem, ProblemKind
-from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamGroup, ParamKey
 from fsdpckpt.ir.origin import Manifest, ManifestFile, Origin
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.terms import Container, KeyType, Layout, Section
@@ -203,6 +203,21 @@ class Checkpoint:
     ledger: Ledger = field(default_factory=Ledger)
     lacking: tuple[str, ...] = ()
     copies: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Mapping[str, Tensor | Value]:
+        """The parameters and buffers of the model by name; none without a model."""
+        return self.model.params if self.model is not None else {}
+
+    @property
+    def states(self) -> Mapping[ParamKey, Mapping[str, Tensor | Value]]:
+        """The states of each parameter of the optimizer by its key; none without an optimizer."""
+        return self.optim.state if self.optim is not None else {}
+
+    @property
+    def groups(self) -> Sequence[ParamGroup]:
+        """The param groups of the optimizer; none without any."""
+        return (self.optim.groups or ()) if self.optim is not None else ()
 
     @property
     def source(self) -> str:

@@ -55,11 +55,12 @@ def mark_open_copies(checkpoint: Checkpoint, found: Iterable[DifferentCopies]) -
     """Mark the tensors of the model of which ranks have different copies, and nothing says why. ``found``: what
     ``copies_of_plain_tensors`` says of ``checkpoint``.
     """
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    if checkpoint.model is None:
+        return
     for different in found:
         if different.meaning is Meaning.OPEN:
             cut = PerRank((different.first_rank, different.rank))
-            params[different.named.param] = replace(different.named.tensor, cut=cut)
+            checkpoint.model.params[different.named.param] = replace(different.named.tensor, cut=cut)
 
 
 def contradicting_copies(found: Iterable[DifferentCopies]) -> Iterator[Problem]:
@@ -71,7 +72,7 @@ def contradicting_copies(found: Iterable[DifferentCopies]) -> Iterator[Problem]:
 
 def copies_of_plain_tensors(checkpoint: Checkpoint) -> Iterator[DifferentCopies]:
     """The model's plain tensors of which ranks have different copies, as far as checksums show it."""
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     plain: dict[str, Tensor | Value] = {
         key: leaf
         for key, leaf in params.items()

@@ -37,7 +37,7 @@ class RowNames:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, leading: str = "") -> RowNames:
-        in_model = {name: clean(name) for name in checkpoint.model.params} if checkpoint.model is not None else {}
+        in_model = {name: clean(name) for name in checkpoint.params}
         in_optim = {name: clean(name) for name in _names(checkpoint.optim)}
         live = in_optim
         if in_model and in_optim:
@@ -90,7 +90,7 @@ class RowNames:
 
     def put_back_wrappers(self, checkpoint: Checkpoint) -> Checkpoint:
         """``checkpoint``, keyed by the names of rows, with the names of the source."""
-        in_model = checkpoint.model.params if checkpoint.model is not None else ()
+        in_model = checkpoint.params
         return with_spellings(
             checkpoint,
             {name: self.of_model(name) for name in in_model},

@@ -127,5 +127,5 @@ def _kind(value: Tensor | Value | _Absent) -> RowKind:
 
 def undetermined(checkpoint: Checkpoint) -> list[str]:
     """The model keys that were cut like parameters although nothing says that they are none of the buffers."""
-    params: Mapping[str, Tensor | Value] = checkpoint.model.params if checkpoint.model is not None else {}
+    params: Mapping[str, Tensor | Value] = checkpoint.params
     return [name for name, leaf in params.items() if isinstance(leaf, Tensor) and leaf.undetermined]

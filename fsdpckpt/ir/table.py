@@ -223,7 +223,7 @@ class Table:
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
     """The names of the rows of ``Table.of(checkpoint)``, in another order of those that the model lacks."""
-    names: dict[str, None] = dict.fromkeys(checkpoint.model.params if checkpoint.model is not None else ())
+    names: dict[str, None] = dict.fromkeys(checkpoint.params)
     optim = checkpoint.optim
     if optim is None:
         return list(names)
@@ -267,7 +267,7 @@ class _Lookup:
 
 def _lookup(checkpoint: Checkpoint, optim: Optimizer) -> _Lookup:
     """Finds rows by the names of the model and of the optimizer's parameters."""
-    in_model = checkpoint.model.params if checkpoint.model is not None else {}
+    in_model = checkpoint.params
     in_optim = [key for key in optim.keys if isinstance(key, str)]
     return _Lookup(dict.fromkeys((*in_model, *in_optim)))
 

@@ -185,7 +185,7 @@ def _tied_by_value(
 def _trained(checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
     """The tensors of the model that may have masters, a shared one under its first name."""
     trained: dict[_Place, tuple[str, Tensor]] = {}
-    for name, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+    for name, leaf in checkpoint.params.items():
         if isinstance(leaf, Tensor) and leaf.sharded is not False:  # the file lists the buffers
             trained.setdefault(_place(leaf), (name, leaf))
     return list(trained.values())
@@ -195,7 +195,7 @@ def _with_params(
     checkpoint: Checkpoint, path: tuple[Key, ...], pairs: Sequence[tuple[str, Tensor, Tensor]]
 ) -> Checkpoint:
     """``checkpoint`` with the masters of ``pairs``, which are extras at ``path``, as parameters."""
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     metadata = checkpoint.model.metadata if checkpoint.model is not None else None
     masters = {_place(copy): master for _, copy, master in pairs}
     changed: dict[str, Tensor | Value] = {}

@@ -341,7 +341,7 @@ def _dtypes(described: Description) -> FigureTable:
 
 def _groups(checkpoint: Checkpoint) -> FigureTable:
     """The settings of each param group."""
-    groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
+    groups = checkpoint.groups
     rows = []
     for number, group in enumerate(groups):
         settings = [(key, value) for key, value in group.settings.items() if key not in (PARAMS, PARAM_NAMES)]

@@ -143,8 +143,8 @@ def replaced_on(sharding: Sharding, mesh: MeshShape) -> Sharding | None:
 
 def _place_new_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding | None]) -> None:
     """Place the states that ``--missing-state zeros`` added like others of their parameter and shape."""
-    for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
-        parameter = checkpoint.model.params.get(str(param)) if checkpoint.model is not None else None
+    for param, states in checkpoint.states.items():
+        parameter = checkpoint.params.get(str(param))
         leaves = [leaf for leaf in (*states.values(), parameter) if isinstance(leaf, Tensor)]
         by_shape = {leaf.shape: shardings[leaf] for leaf in leaves if leaf in shardings}
         for leaf in leaves:
@@ -177,7 +177,7 @@ def _undetermined(named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sh
     """The tensors that a glob cuts although nothing shows that they are parameters."""
     globs = {rule.glob for rule in rules.entries}  # a rule may also be the name of one parameter
     listed = set(named.optim.all_keys()) if named.optim is not None else set()
-    params = named.model.params if named.model is not None else {}
+    params = named.params
     return {
         leaf
         for name, leaf in params.items()
@@ -188,7 +188,7 @@ def _undetermined(named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sh
 
 def _whole_tensors(named: Checkpoint) -> dict[str, Tensor]:
     """The tensors of the model that every rank holds whole, whatever a placements file says."""
-    params = named.model.params if named.model is not None else {}
+    params = named.params
     return {name: p for name, p in params.items() if isinstance(p, Tensor) and (not p.shape or p.sharded is False)}
 
 
@@ -215,12 +215,12 @@ def _parameters(named: Checkpoint, cut: Collection[str] = ()) -> Iterator[tuple[
     ``cut``: parameters that are placed even if the source shows them whole. Raises UsageError for a sharded state in a
     different shape than its parameter.
     """
-    params = named.model.params if named.model is not None else {}
+    params = named.params
     param_shapes: dict[str, tuple[int, ...] | None] = {
         name: param.shape for name, param in params.items() if isinstance(param, Tensor)
     }
     shown_by: dict[Tensor, tuple[int, ...]] = {}  # by state: the shape that it shows for its parameter
-    for key, states in named.optim.state.items() if named.optim is not None else ():
+    for key, states in named.states.items():
         shapes = {shown.tensor: shown.shape for shown in shown_shapes(states)}
         shown_by.update(shapes)
         distinct = set(shapes.values())
@@ -323,7 +323,7 @@ def place_remaining(checkpoint: Checkpoint, target: TargetMesh) -> Checkpoint:
 def warn_of_uneven_cuts(checkpoint: Checkpoint) -> Checkpoint:
     """Add a warning if ``fully_shard`` does not cut as ``checkpoint`` is placed: no model of it has such shards."""
     by_mesh: dict[MeshShape, dict[str, tuple[Tensor, Sharding]]] = {}
-    for name, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+    for name, leaf in checkpoint.params.items():
         if isinstance(leaf, Tensor) and leaf.sharding is not None:
             by_mesh.setdefault(leaf.sharding.mesh, {})[name] = leaf, leaf.sharding
     uneven: list[str] = []

@@ -254,7 +254,7 @@ def _sharded_only_if_source_says(tensor: Tensor) -> Tensor:
 
 def states_in_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, Blocks, Tensor | Value]]:
     """The key of each state quantized in blocks, how it is quantized, and its codes."""
-    states = checkpoint.optim.state if checkpoint.optim is not None else {}
+    states = checkpoint.states
     for section in (states, checkpoint.extra, *checkpoint.rank_extra):
         yield from _in_blocks(section, "")
 
@@ -292,7 +292,7 @@ def refuse_casts(checkpoint: Checkpoint) -> None:
         raise UsageError(
             f"{flags.optim_dtype} cannot cast {key}: it is {blocks}", key=key, next_step=f"drop {flags.optim_dtype}"
         )
-    for param, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
+    for param, states in checkpoint.states.items():
         for scale in parts_with(Role.SCALE, quantized_parts(states)):
             raise UsageError(
                 f"{flags.optim_dtype} cannot cast {param}.{scale}: it scales {BITSANDBYTES}' 8-bit states",
@@ -303,7 +303,7 @@ def refuse_casts(checkpoint: Checkpoint) -> None:
 
 def refuse_cut_codes(checkpoint: Checkpoint) -> None:
     """Raises SourceUnsupportedError for a sharded state of bitsandbytes with a scale for each block of its codes."""
-    for key, states in checkpoint.optim.state.items() if checkpoint.optim is not None else ():
+    for key, states in checkpoint.states.items():
         for scale, name in parts_with(Role.SCALE, quantized_parts(states)).items():
             codes = states.get(name)
             if not isinstance(codes, Tensor) or not codes.sharded:

@@ -185,7 +185,7 @@ def _names_in(checkpoint: Checkpoint) -> list[str]:
     """The names that the checkpoint itself uses."""
     if checkpoint.model is not None:
         return list(checkpoint.model.params)
-    return [key for key in checkpoint.optim.state if isinstance(key, str)] if checkpoint.optim is not None else []
+    return [key for key in checkpoint.states if isinstance(key, str)]
 
 
 def _keyed_names(checkpoint: Checkpoint) -> set[str]:

@@ -177,8 +177,8 @@ def _matches(checkpoint: Checkpoint, name: str, pattern: str) -> bool:
         return matches(name, pattern)
     if name.endswith(".bias"):
         return True
-    weight = checkpoint.model.params.get(name) if checkpoint.model is not None else None
-    states = checkpoint.optim.state.get(name, {}) if checkpoint.optim is not None else {}
+    weight = checkpoint.params.get(name)
+    states = checkpoint.states.get(name, {})
     leaves = [leaf for leaf in (weight, *states.values()) if isinstance(leaf, Tensor) and leaf.ndim]
     stacked = bool(_STACKED.search(name)) + bool(_STACKED_EXPERTS.search(name))
     return bool(leaves) and leaves[0].ndim - stacked == 1

@@ -78,7 +78,7 @@ class Absence:
 
     @cached_property
     def _places_of_common_names(self) -> set[tuple[object, ...]]:
-        params = self.a.model.params if self.a.model is not None else {}
+        params = self.a.params
         tensors = [
             leaf
             for address, leaf in self.leaves_b.items()
@@ -127,7 +127,7 @@ def _missing_lists(checkpoint: Checkpoint) -> set[Path]:
     """The paths of the ``params`` that param groups lack: Megatron does not store which parameters are in which group;
     ``--no-weight-decay`` says it.
     """
-    groups = (checkpoint.optim.groups if checkpoint.optim is not None else None) or ()
+    groups = checkpoint.groups
     return {("param_groups", index, PARAMS) for index, group in enumerate(groups) if PARAMS not in group.settings}
 
 

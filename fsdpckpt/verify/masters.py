@@ -40,7 +40,7 @@ def find_unrounded(
     ``samples``: reads only some elements of large tensors, which two parameters never have in common. A tensor that is
     not whole is left to other checks.
     """
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     boxes: _Boxes = _sampled if samples else _all
     found: list[Problem] = []
     pairs: list[tuple[str, Tensor, Tensor]] = []

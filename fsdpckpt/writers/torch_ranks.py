@@ -216,7 +216,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     pickles = partial(pickles, world_size=world_size, shardings=cut, casts=casts)
     ranks = _Ranks(world_size, pickles, cut, alike=alike)
     files: list[TargetFile] = []
-    leaves = checkpoint.model.params.values() if checkpoint.model is not None else ()
+    leaves = checkpoint.params.values()
     tied = ties([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     tied = {key: first for key, first in tied.items() if cut.get(key) == cut.get(first)}
     extras: list[Value] = [extras_of_rank(checkpoint, rank) for rank in range(world_size)]

@@ -55,7 +55,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     casts, notes = spec.dtypes.casts(checkpoint)
     extra, dropped = extras_of_one(checkpoint)
     groups = _groups(checkpoint)
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     weights = _weights(params, groups, checkpoint)
     source = flavor_named(checkpoint.flavor)
     directory = (source.universal_directory if source is not None else "") or _directory(extra.get(_STEPS), checkpoint)
@@ -133,7 +133,7 @@ def _file_of(
 def _groups(checkpoint: Checkpoint) -> list[list[str]]:
     """The trained parameters by param group; without an optimizer every tensor of the model, in one."""
     if checkpoint.optim is None:
-        params = checkpoint.model.params if checkpoint.model is not None else {}
+        params = checkpoint.params
         leaves = {name: leaf for name, leaf in params.items() if isinstance(leaf, Tensor)}
         tied = ties(leaves.values())
         first_names: dict[Tensor, str] = {}

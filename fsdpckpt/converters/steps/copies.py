@@ -84,7 +84,7 @@ def _differing_bytes(checkpoint: Checkpoint, judge: CopiesJudge, sources: Source
 
 def _with_whole_buffers(checkpoint: Checkpoint, buffers: Sequence[str]) -> tuple[Checkpoint, list[str]]:
     """``checkpoint`` with the known buffers whole that might have been parts. Also returns their keys."""
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     per_rank = {key: leaf for key, leaf in params.items() if isinstance(leaf, Tensor) and isinstance(leaf.cut, PerRank)}
     if not per_rank or checkpoint.model is None:
         return checkpoint, []

@@ -63,7 +63,7 @@ def _with_note_on_dtype(
 ) -> Checkpoint:
     """``checkpoint`` with a note if the weights are written in another dtype than the configuration states."""
     stated = dtype_in(configuration_in(folders, sources))
-    params = checkpoint.model.params.values() if checkpoint.model is not None else ()
+    params = checkpoint.params.values()
     floating = [leaf.dtype.name for leaf in params if isinstance(leaf, Tensor) and leaf.dtype.floating]
     written = [options.dtype] * len(floating) if options.dtype is not None else floating
     others = [dtype for dtype in written if dtype != stated]
@@ -208,5 +208,5 @@ def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     return {name: leaf.shape for name, leaf in params.items() if isinstance(leaf, Tensor)}

@@ -16,7 +16,7 @@ from fsdpckpt.ir.table import Table
 
 def remove_prefixes(draft: Draft, _: Decision) -> Draft:
     """Remove the prefixes of wrappers: sections, files of units and options are matched by the names without them."""
-    opened = list(draft.opened.model.params) if draft.opened.model is not None else ()
+    opened = list(draft.opened.params)
     leading = leading_wrapper(opened) if draft.source_units is not None else ""
     checkpoint, source_names = normalise(draft.checkpoint, leading=leading, like=opened)
     return replace(draft, checkpoint=checkpoint, source_names=source_names)

@@ -59,14 +59,14 @@ def sharding_hints(draft: Draft, decision: Decision) -> ShardingHints:
 
 
 def _keys(checkpoint: Checkpoint) -> list[str]:
-    return list(checkpoint.model.params) if checkpoint.model is not None else []
+    return list(checkpoint.params)
 
 
 def _sharded_elsewhere(draft: Draft) -> Mapping[str, bool | None] | None:
     """Whether each model key is sharded in the reference, or by units that describe this model; None without both."""
     reference, units = draft.knowledge.reference, draft.id_units or draft.checkpoint.units
     if reference is not None:
-        params = reference.model.params if reference.model is not None else {}
+        params = reference.params
         return {name: getattr(leaf, "sharded", None) for name, leaf in params.items()}
     if units is not None and _describe_model(units, draft.checkpoint):
         return _in_units(units, draft.checkpoint)

@@ -267,7 +267,7 @@ class _Candidates:
 
 def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
     """The number of elements of each tensor that is whole beside flat parameters, and so not in one."""
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     if not any(map(is_flat_key, params)):
         return {}
     numels: dict[str, int] = {}
@@ -292,7 +292,7 @@ def _some_names(params: Sequence[Parameter]) -> str:
 
 
 def _flat_dtypes(checkpoint: Checkpoint) -> dict[str, DType]:
-    params = checkpoint.model.params if checkpoint.model is not None else {}
+    params = checkpoint.params
     return {
         clean(key)[: -len(FLAT_PARAM)].rstrip("."): leaf.dtype
         for key, leaf in params.items()
@@ -304,7 +304,7 @@ def _state_dtype(checkpoint: Checkpoint) -> DType | None:
     """The dtype of the optimizer's slices, taken as that of its parameters, if all have the same."""
     dtypes = {
         leaf.dtype
-        for states in (checkpoint.optim.state.values() if checkpoint.optim is not None else ())
+        for states in checkpoint.states.values()
         for leaf in states.values()
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.dtype.floating
     }

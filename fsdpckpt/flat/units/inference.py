@@ -254,7 +254,7 @@ def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:
     certain without one only if each id has the length of exactly one parameter.
     """
     units = match.units
-    model = checkpoint.model.params if checkpoint.model is not None else {}
+    model = checkpoint.params
     flat = any(is_flat_key(key) for key in model) or (checkpoint.optim is not None and not units.use_orig_params)
     if flat:
         for unit in units.units:
@@ -296,7 +296,7 @@ def byte_mapping(checkpoint: Checkpoint, match: FlatMatch) -> object:
             keys.append((key, (_slice(params[name], match),)))
         else:
             keys.append((key, ((name, params[name].shape),)))
-    model = checkpoint.model.params if checkpoint.model is not None else ()
+    model = checkpoint.params
     split = {clean(key) for key in model if is_flat_key(key)}
     named = frozenset((key, flat[key]) for key in by_key if key in split)
     optim = checkpoint.optim

@@ -45,6 +45,6 @@ def _is_sliced_by_units(
         return is_sliced(checkpoint, units) and isinstance(match(checkpoint, units), FlatMatch)
     if request is None or not request.globs or checkpoint.world_size > 1:
         return False
-    model = checkpoint.model.params.values() if checkpoint.model is not None else ()
+    model = checkpoint.params.values()
     vectors = bool(model) and all(leaf.ndim == 1 for leaf in model if isinstance(leaf, Tensor))
     return {leaf.ndim for leaf in leaves if leaf.ndim} == {1} and not vectors

@@ -51,7 +51,7 @@ def source_units(
     Raises SourceCorruptError for units that contradict the checkpoint, NeedsInformationError if several units match or
     an option is needed, SourceUnsupportedError for a parameter with the name of a flat parameter.
     """
-    for key, leaf in checkpoint.model.params.items() if checkpoint.model is not None else ():
+    for key, leaf in checkpoint.params.items():
         if is_flat_key(key) and isinstance(leaf, Tensor) and leaf.ndim != 1:
             raise SourceUnsupportedError(
                 f"{checkpoint.source}: the parameter {key} has the name of an FSDP1 flat parameter, and is none",

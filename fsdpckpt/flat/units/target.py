@@ -123,7 +123,7 @@ def _wrapping(
             why="wrapping is never guessed: a different wrapping gives different files",
             next_step=f"add {flags.units('FILE')} (save_units or `fsdpckpt units` makes one), or {flags.unit('GLOB')} "
             "(repeatable) for the wrapped modules, for example "
-            f"{flags.unit(layers_glob(checkpoint.model.params if checkpoint.model is not None else ()))} "
+            f"{flags.unit(layers_glob(checkpoint.params))} "
             f"({flags.unit('none')} when only the root is wrapped)",
         )
     wrapped = source_units is not None and source_units.flat
