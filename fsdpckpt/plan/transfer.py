@@ -186,13 +186,12 @@ def plan_transfers(
     that is complete has an empty window. A window must not need more than ``round_bytes``; the less each window needs,
     the better rounds are filled.
     """
-    senders = _choose_senders(seen_by)
     owned: dict[int, list[int]] = {rank: []}
     for number, segment in enumerate(segments):
         owned.setdefault(segment.owner, []).append(number)
-    served = (~seen_by & (senders == rank)).any(axis=0)
+    served = (~seen_by & seen_by[:, [rank]]).any(axis=0)
     served[rank] = True
-    search = _NeedSearch(plan, segments, seen_by, rank, senders, window, round_bytes, written)
+    search = _NeedSearch(plan, segments, seen_by, rank, _Turns.of(seen_by), window, round_bytes, written)
     needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if served[owner]]
     rounds = max((need.rounds for need in needs), default=0)
     own_need = next(need for need in needs if need.owner == rank)
@@ -220,24 +219,37 @@ def _in_rounds(counts: Int64Array, rounds: int) -> Int64Array:
     return np.append(counts, np.zeros(rounds - len(counts), np.int64))
 
 
-def _choose_senders(seen_by: SeenBy) -> Int64Array:
-    """Which rank sends file f to rank o, as [f, o], if it must be sent: the ranks that see f take turns."""
-    senders = np.zeros(seen_by.shape, np.int64)
-    for file in np.flatnonzero(~seen_by.all(axis=1)).tolist():
-        sees = np.flatnonzero(seen_by[file])
-        senders[file] = sees[(file + np.arange(seen_by.shape[1])) % len(sees)]
-    return senders
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turns:
+    """The ranks that see a file take turns to send it: window by window, each owner beginning with another one, so that
+    all of them send in every round.
+
+    ``seers[f, :counts[f]]``: the ranks that see file f.
+    """
+
+    seers: Int64Array
+    counts: Int64Array
+
+    @classmethod
+    def of(cls, seen_by: SeenBy) -> _Turns:
+        first_those_that_see = np.argsort(~seen_by, axis=1, kind="stable")
+        return cls(first_those_that_see.astype(np.int64), seen_by.sum(axis=1, dtype=np.int64))
+
+    def senders(self, files: Int64Array, windows: Int64Array, owner: int) -> Int64Array:
+        """Who sends each part, of file ``files[n]`` for window number ``windows[n]`` of ``owner``."""
+        turns: Int64Array = self.seers[files, (windows + owner) % self.counts[files]]
+        return turns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _NeedSearch:
-    """Arguments as for ``plan_transfers``; ``senders`` as ``_choose_senders`` returns them."""
+    """Arguments as for ``plan_transfers``."""
 
     plan: Plan
     segments: Sequence[Segment]
     seen_by: SeenBy
     rank: int
-    senders: Int64Array
+    turns: _Turns
     window: int
     round_bytes: int
     written: Int64Array
@@ -263,7 +275,7 @@ class _NeedSearch:
                     windows_of_parts.append(needed.window + first)
         sizes = np.array([end - begin for _, begin, end in bounds], np.int64)
         window_of = np.concatenate([*windows_of_parts, np.zeros(0, np.int64)])
-        needed_parts = _parts([needed for _, needed in copies], window_of, self.senders[:, owner])
+        needed_parts = self._parts([needed for _, needed in copies], window_of, owner)
         in_place = parts_in_place(needed_parts, sizes)
         round_of = _fill_rounds(bytes_held(needed_parts, in_place, sizes), self.round_bytes)
         rounds = int(round_of.max(initial=-1)) + 1
@@ -275,16 +287,16 @@ class _NeedSearch:
         }
         return _Need(owner, windows, copies, needed_parts, streams, rounds)
 
-
-def _parts(needed: Sequence[CopyParts], window_of: Int64Array, senders: Int64Array) -> Parts:
-    """All parts of ``needed``. ``senders[file]``: which rank sends bytes of it."""
-    if not needed:
-        nothing = np.zeros(0, np.int64)
-        return Parts(nothing, nothing, nothing, nothing, nothing.astype(np.bool_))
-    columns = np.concatenate([np.stack(each.copies) for each in needed], axis=1)
-    file, _, _, target, _, _, rows, cast = columns
-    nbytes = np.concatenate([each.nbytes for each in needed])
-    return Parts(window_of, senders[file], nbytes, target, (rows == 1) & (cast < 0))
+    def _parts(self, needed: Sequence[CopyParts], window_of: Int64Array, owner: int) -> Parts:
+        """All parts of ``needed``, which ``owner`` needs; ``window_of``: the number of the window of each."""
+        if not needed:
+            nothing = np.zeros(0, np.int64)
+            return Parts(nothing, nothing, nothing, nothing, nothing.astype(np.bool_))
+        columns = np.concatenate([np.stack(each.copies) for each in needed], axis=1)
+        file, _, _, target, _, _, rows, cast = columns
+        nbytes = np.concatenate([each.nbytes for each in needed])
+        senders = self.turns.senders(file, window_of, owner)
+        return Parts(window_of, senders, nbytes, target, (rows == 1) & (cast < 0))
 
 
 def _fill_rounds(nbytes: Int64Array, round_bytes: int) -> Int64Array:
