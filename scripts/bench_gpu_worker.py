@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdpckpt import comm
 from fsdpckpt.comm.transport import TransferBuffers
 from fsdpckpt.converters import pipeline, shared_sources
+from fsdpckpt.execute.send_recv import DEVICE_BYTES
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.files import SourceFile
 from fsdpckpt.options import ConvertOptions, OutputScope, VerifyLevel
@@ -30,10 +31,6 @@ from fsdpckpt.storage.sources import Sources
 GIB = 1 << 30
 CHUNK = 4 << 20  # bytes: of a staging buffer with the default --max-memory
 TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
-EXCHANGE_BYTES = (128 << 20) // 8 * 7 // 4
-"""Bytes on the device that a worker with the default --max-memory gives the exchange: an eighth of it for four chunks
-that are sent, and three more that are received.
-"""
 SLACK = 8 << 20  # bytes of the device: small counts and flags, which the allocator rounds up
 
 
@@ -89,7 +86,7 @@ class Bench:
 
     def staging(self) -> None:
         """The copies that an exchange makes, one buffer after the other, against one plain copy of pinned memory."""
-        buffers = TransferBuffers(self.device, count=4, size=CHUNK)
+        buffers = TransferBuffers(self.device, count=4, size=CHUNK, to_send=4)
         count = max(self.nbytes // 4 // CHUNK, 4)
         size = count * CHUNK
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -97,11 +94,12 @@ class Bench:
 
         def to_device() -> None:
             for number in range(count):
-                buffers.to_device(number % 4, CHUNK)
+                buffers.fill(number % 4, 0, CHUNK, nothing)
+            buffers.wait_for_copies()
 
         def to_host() -> None:
             for number in range(count):
-                buffers.to_host(number % 4, CHUNK)
+                buffers.empty(number % 4, 0, CHUNK, nothing)
 
         what = "against cudaMemcpy" if self.device.type == "cuda" else "(nothing is copied), against a copy"
         self.rate(f"staging, host to device {what}", size, to_device, lambda: _copy(device, host, TO_DEVICE))
@@ -118,7 +116,6 @@ class Bench:
         into = torch.empty_like(out)
 
         def through(*, on_device: bool) -> None:
-            nothing: Callable[..., None] = lambda *_: None  # noqa: E731
             comm.exchange(self.group, sends=counts, receives=counts, read=nothing, write=nothing, on_device=on_device)
 
         moved = each * world_size * (world_size - 1)
@@ -215,7 +212,7 @@ class Bench:
                 "value": used / (1 << 20),
                 "unit": "MiB",
             }
-            bound = EXCHANGE_BYTES + SLACK
+            bound = DEVICE_BYTES + SLACK
             self.rows.append(row | {"against": bound / (1 << 20), "ratio": used / bound})
 
     def _writes(self, path: str, ranks: int) -> bool:
@@ -225,6 +222,10 @@ class Bench:
 
 def void(_: object) -> None:
     """Discards a result."""
+
+
+def nothing(*_: object) -> None:
+    """Reads and writes nothing."""
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, kind: int) -> None:

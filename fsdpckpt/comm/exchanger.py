@@ -2,10 +2,11 @@
 
 The caller states how many bytes go where, and reads and writes them in chunks; this module does not interpret them.
 Gloo has no all-to-all, so an exchange is a sequence of ``SendRecv``: in number k, rank r sends to r + k and receives
-from r - k.
+from r - k. On GPUs several such k are one ``SendRecv``: each message is a kernel, in which NCCL moves the bytes of all
+of its peers at the same time.
 
 All ranks order all chunks the same way, and each has several in flight: it posts the next ones before it waits for the
-first. There is no deadlock: of the chunks that have not been transferred, both sides of the first one in that order
+first. There is no deadlock: of the chunks that have not been transferred, all ranks of the first one in that order
 have posted it, or wait only for their own disks.
 """
 
@@ -22,7 +23,7 @@ import torch
 
 from fsdpckpt.comm.liveness import prefetched
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.comm.transport import Transfer, TransferBuffers, chunk_bytes
+from fsdpckpt.comm.transport import ALIGNMENT, Transfer, TransferBuffers, chunk_bytes
 from fsdpckpt.errors import InternalError
 
 BUDGET = 32 << 20
@@ -31,6 +32,7 @@ BUDGET = 32 << 20
 IN_FLIGHT = 3  # chunks: with fewer, a rank that pauses for a moment delays the others
 SEND_BUFFERS = IN_FLIGHT + 1  # one buffer is filled while the others are in flight
 DEPTH = 4  # chunks in flight in ``spread``
+PEERS_AT_ONCE = 4  # on GPUs
 
 Read: TypeAlias = Callable[[int, int, torch.Tensor], None]
 """``read(peer, offset, buffer)``: fill ``buffer`` (1-D uint8) with the bytes for ``peer`` from ``offset`` on."""
@@ -67,14 +69,19 @@ def exchange(
         exchanger.check(sends, receives)
         exchanger.to_itself(sends.get(group.rank, 0), read, write)
         exchanger.run(
-            SendRecv(to, sends.get(to, 0), read, source, receives.get(source, 0), write=write)
-            for to, source in exchanger.pairs()
+            SendRecv(
+                {to: sends[to] for to, _ in pairs if sends.get(to)},
+                {source: receives[source] for _, source in pairs if receives.get(source)},
+                read,
+                write=write,
+            )
+            for pairs in exchanger.pairs_at_once()
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SendRecv:
-    """Send ``send_bytes`` to rank ``to``, while ``receive_bytes`` come from rank ``source``.
+    """Send ``sends[rank]`` bytes to each of some ranks, while ``receives[rank]`` bytes come from each of some.
 
     ``receive_into``: the tensors that get the bytes, on the CPU as they arrive, from a GPU in one copy; ``write`` is
     not called then.
@@ -82,11 +89,9 @@ class SendRecv:
     ``on_received()`` is called once everything has arrived, of this ``SendRecv`` and of those before it.
     """
 
-    to: int
-    send_bytes: int
+    sends: Mapping[int, int]
+    receives: Mapping[int, int]
     read: Read
-    source: int
-    receive_bytes: int
     write: Write | None = None
     receive_into: ReceiveInto | None = None
     has_room: Callable[[], bool] | None = None
@@ -95,43 +100,75 @@ class SendRecv:
 
 
 @dataclass(frozen=True, slots=True)
+class _Span:
+    """``count`` bytes of ``peer`` from ``offset`` on, which begin at byte ``at`` of a buffer."""
+
+    peer: int
+    offset: int
+    count: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """``sent`` bytes from ``offset`` on, in buffer ``send_buffer``, and ``received`` bytes, which arrive in buffer
-    ``receive_buffer`` unless ``operation`` has memory that the process group can fill.
+    """What one message of ``operation`` sends from buffer ``send_buffer``, and receives, in buffer ``receive_buffer``
+    unless ``operation`` has memory that the process group can fill.
     """
 
     operation: SendRecv
-    offset: int
-    sent: int
-    received: int
+    sends: Sequence[_Span]
+    receives: Sequence[_Span]
     send_buffer: int
     receive_buffer: int
+    first: bool
     last: bool
 
 
 class Exchanger:
     """Runs exchanges through the same buffers, inside a step of the caller's. Collective.
 
-    ``largest``: bytes of the largest ``SendRecv``; ``budget`` and ``on_device`` as for ``exchange``. ``in_place``:
+    ``largest``: the most bytes that a ``SendRecv`` sends to one rank, or receives from one; ``budget`` and
+    ``on_device`` as for ``exchange``. ``device_budget``: bytes of buffers on a GPU, if not ``budget``. ``in_place``:
     every ``SendRecv`` has ``receive_into``, so that no host memory is needed to receive, and ``budget`` is for what is
-    sent.
+    sent. ``peers_at_once``: how many ranks a ``SendRecv`` sends to, at most (default: one, on GPUs ``PEERS_AT_ONCE``).
     """
 
     def __init__(
-        self, group: Group, *, budget: int = BUDGET, largest: int, on_device: bool = False, in_place: bool = False
+        self,
+        group: Group,
+        *,
+        budget: int = BUDGET,
+        device_budget: int | None = None,
+        largest: int,
+        on_device: bool = False,
+        in_place: bool = False,
+        peers_at_once: int | None = None,
     ) -> None:
         self._group = group
         device = torch.device(group.device)
         self._on_cpu = device.type == "cpu"
+        self._on_device = on_device
+        most = peers_at_once or (1 if self._on_cpu else PEERS_AT_ONCE)
+        self._peers = max(min(most, group.world_size - 1), 1)
         host_count = SEND_BUFFERS if in_place else SEND_BUFFERS + IN_FLIGHT
         count = host_count if self._on_cpu else SEND_BUFFERS + IN_FLIGHT  # a GPU always receives into its own memory
-        size = min(chunk_bytes(budget, host_count), chunk_bytes(largest + 4095, 1))
-        self._buffers = TransferBuffers(device, count=count, size=size, host_count=host_count, on_device=on_device)
+        share = chunk_bytes(budget, host_count)
+        size = share if self._on_cpu or device_budget is None else chunk_bytes(device_budget, count)
+        self._span = min(chunk_bytes(size, self._peers), chunk_bytes(largest + ALIGNMENT - 1, 1))
+        self._buffers = TransferBuffers(
+            device,
+            count=count,
+            size=self._span * self._peers,
+            piece=min(share, self._span),
+            to_send=SEND_BUFFERS,
+            received=0 if in_place else 1,
+            on_device=on_device,
+        )
 
     @property
     def chunk(self) -> int:
-        """The largest number of bytes in one call of ``read``, ``write`` or ``receive_into``."""
-        return self._buffers.size
+        """The largest number of bytes in one call of ``read`` or ``write``."""
+        return min(self._buffers.piece, self._span)
 
     def check(self, sends: Mapping[int, int], receives: Mapping[int, int]) -> None:
         """Raises WorkerError if a peer has other counts than this rank. Counts of several exchanges may be added."""
@@ -149,17 +186,20 @@ class Exchanger:
                     found=f"{row[group.rank]} bytes that it sends",
                 )
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """The peers that this rank sends to and receives from at the same time: (to, source), in order."""
+    def pairs_at_once(self) -> list[list[tuple[int, int]]]:
+        """The peers that this rank sends to and receives from at the same time: (to, source). For each ``SendRecv``."""
         rank, world_size = self._group.rank, self._group.world_size
-        return [((rank + distance) % world_size, (rank - distance) % world_size) for distance in range(1, world_size)]
+        pairs = [((rank + distance) % world_size, (rank - distance) % world_size) for distance in range(1, world_size)]
+        return [pairs[begin : begin + self._peers] for begin in range(0, len(pairs), self._peers)]
 
     def to_itself(self, total: int, read: Read, write: Write) -> None:
         """Copy what this rank sends to itself, without communication."""
+        device = self._group.device if self._on_device else "cpu"
+        buffer = torch.empty(min(self.chunk, total), dtype=torch.uint8, device=device)
         for offset in range(0, total, self.chunk):
-            buffer = self._buffers.host(0, min(self.chunk, total - offset))
-            read(self._group.rank, offset, buffer)
-            write(self._group.rank, offset, buffer)
+            part = buffer[: total - offset]
+            read(self._group.rank, offset, part)
+            write(self._group.rank, offset, part)
             self._group.beat()
 
     def run(self, operations: Iterable[SendRecv], *, watch: Callable[[], None] | None = None) -> None:
@@ -176,7 +216,7 @@ class Exchanger:
                 for chunk in filled:
                     while in_flight and (len(in_flight) == IN_FLIGHT or not _has_room(chunk)):
                         self._complete(*in_flight.popleft(), free)
-                    if chunk.offset == 0 and chunk.operation.wait_for_room is not None:
+                    if chunk.first and chunk.operation.wait_for_room is not None:
                         chunk.operation.wait_for_room()
                     in_flight.append((chunk, self._post(chunk)))
                 while in_flight:
@@ -189,57 +229,75 @@ class Exchanger:
         """The chunks of ``operations`` in order, each as soon as there is a buffer for it, filled."""
         outgoing = incoming = 0
         for operation in operations:
-            total = max(operation.send_bytes, operation.receive_bytes)
-            for offset in range(0, max(total, 1), self.chunk):
-                sent, received = (
-                    min(max(nbytes - offset, 0), self.chunk)
-                    for nbytes in (operation.send_bytes, operation.receive_bytes)
-                )
-                if sent:
+            total = max([*operation.sends.values(), *operation.receives.values(), 1])
+            for offset in range(0, total, self._span):
+                sends, receives = (self._spans(counts, offset) for counts in (operation.sends, operation.receives))
+                if sends:
                     free.acquire()
                     if ended.is_set():  # after a failure: what is in the buffers may still be in flight
                         return
-                    operation.read(operation.to, offset, self._buffers.host(outgoing, sent))
-                last = offset + self.chunk >= total
-                yield _Chunk(operation, offset, sent, received, outgoing, SEND_BUFFERS + incoming, last)
-                outgoing, incoming = (outgoing + bool(sent)) % SEND_BUFFERS, (incoming + 1) % IN_FLIGHT
+                    for span in sends:
+                        _read(self._buffers, outgoing, span, operation.read)
+                first, last = offset == 0, offset + self._span >= total
+                yield _Chunk(operation, sends, receives, outgoing, SEND_BUFFERS + incoming, first, last)
+                outgoing, incoming = (outgoing + bool(sends)) % SEND_BUFFERS, (incoming + 1) % IN_FLIGHT
+
+    def _spans(self, counts: Mapping[int, int], offset: int) -> list[_Span]:
+        """The next bytes of each peer from ``offset`` on; each peer has its own place in a buffer."""
+        return [
+            _Span(peer, offset, min(nbytes - offset, self._span), number * self._span)
+            for number, (peer, nbytes) in enumerate(counts.items())
+            if nbytes > offset
+        ]
 
     def _post(self, chunk: _Chunk) -> Transfer | None:
-        operation, send, receive = chunk.operation, None, None
-        if chunk.received and operation.receive_into is not None and self._on_cpu:
-            receive = operation.receive_into(operation.source, chunk.offset, chunk.received), operation.source
-        elif chunk.received:
-            receive = self._buffers.device(chunk.receive_buffer, chunk.received), operation.source
-        if chunk.sent:
-            send = self._buffers.to_device(chunk.send_buffer, chunk.sent), operation.to
-        if send is None and receive is None:
+        if not chunk.sends and not chunk.receives:
             return None
-        transfer: Transfer = self._group.transport.send_recv(send=send, receive=receive)
+        receive_into = chunk.operation.receive_into if self._on_cpu else None
+        receives = [
+            (
+                self._buffers.part(chunk.receive_buffer, span.at, span.count)
+                if receive_into is None
+                else receive_into(span.peer, span.offset, span.count),
+                span.peer,
+            )
+            for span in chunk.receives
+        ]
+        sends = [(self._buffers.part(chunk.send_buffer, span.at, span.count), span.peer) for span in chunk.sends]
+        self._buffers.wait_for_copies()
+        transfer: Transfer = self._group.transport.send_recv(sends=sends, receives=receives)
         return transfer
 
     def _complete(self, chunk: _Chunk, transfer: Transfer | None, free: Semaphore) -> None:
         operation = chunk.operation
         if transfer is not None:
             transfer.wait()
-        if chunk.sent:
+        if chunk.sends:
             free.release()
-        if chunk.received:
-            self._hand_over(chunk)
+        for span in chunk.receives:
+            self._hand_over(span, operation, chunk.receive_buffer)
         if chunk.last and operation.on_received is not None:
             operation.on_received()
 
-    def _hand_over(self, chunk: _Chunk) -> None:
-        """Give what has arrived to its operation, unless it has arrived in memory of that."""
-        operation, offset, count, slot = chunk.operation, chunk.offset, chunk.received, chunk.receive_buffer
+    def _hand_over(self, span: _Span, operation: SendRecv, slot: int) -> None:
+        """Give what has arrived to ``operation``, unless it has arrived in memory of that."""
         if operation.receive_into is None:
             if operation.write is not None:
-                operation.write(operation.source, offset, self._buffers.to_host(slot, count))
+                _write(self._buffers, slot, span, operation.write)
         elif not self._on_cpu:
-            self._buffers.to_host(slot, count, operation.receive_into(operation.source, offset, count))
+            self._buffers.to_host(slot, span.at, operation.receive_into(span.peer, span.offset, span.count))
+
+
+def _read(buffers: TransferBuffers, slot: int, span: _Span, read: Read) -> None:
+    buffers.fill(slot, span.at, span.count, lambda begin, piece: read(span.peer, span.offset + begin, piece))
+
+
+def _write(buffers: TransferBuffers, slot: int, span: _Span, write: Write) -> None:
+    buffers.empty(slot, span.at, span.count, lambda begin, piece: write(span.peer, span.offset + begin, piece))
 
 
 def _has_room(chunk: _Chunk) -> bool:
-    return chunk.offset > 0 or chunk.operation.has_room is None or chunk.operation.has_room()
+    return not chunk.first or chunk.operation.has_room is None or chunk.operation.has_room()
 
 
 def spread(
@@ -260,26 +318,26 @@ def spread(
     if group.world_size == 1:
         return
     with group.step(name, agree=str(list(sizes))):
-        size = min(chunk_bytes(budget, DEPTH), chunk_bytes(max([*sizes, 1]) + 4095, 1))
-        buffers = TransferBuffers(torch.device(group.device), count=DEPTH, size=size, on_device=on_device)
+        size = min(chunk_bytes(budget, DEPTH), chunk_bytes(max([*sizes, 1]) + ALIGNMENT - 1, 1))
+        buffers = TransferBuffers(torch.device(group.device), count=DEPTH, size=size, to_send=2, on_device=on_device)
         chunks = [
             (s, offset) for offset in range(0, max(sizes), size) for s, total in enumerate(sizes) if offset < total
         ]
-        in_flight: deque[tuple[int, int, int, int, Transfer]] = deque()
+        in_flight: deque[tuple[int, _Span, Transfer]] = deque()
 
         def complete() -> None:
-            source, offset, count, slot, transfer = in_flight.popleft()
+            slot, span, transfer = in_flight.popleft()
             transfer.wait()
-            if source != group.rank:
-                write(source, offset, buffers.to_host(slot, count))
+            if span.peer != group.rank:
+                _write(buffers, slot, span, write)
 
         for number, (source, offset) in enumerate(chunks):
             if len(in_flight) == DEPTH:
                 complete()
-            count, slot = min(size, sizes[source] - offset), number % DEPTH
+            slot, span = number % DEPTH, _Span(source, offset, min(size, sizes[source] - offset), 0)
             if source == group.rank:
-                read(source, offset, buffers.host(slot, count))
-            data = buffers.to_device(slot, count) if source == group.rank else buffers.device(slot, count)
-            in_flight.append((source, offset, count, slot, group.transport.broadcast(data, source)))
+                _read(buffers, slot, span, read)
+                buffers.wait_for_copies()
+            in_flight.append((slot, span, group.transport.broadcast(buffers.part(slot, 0, span.count), source)))
         while in_flight:
             complete()

@@ -229,14 +229,14 @@ class TorchGroup(Group):
         data = _to_tensor(value)
         count = torch.tensor([len(data)], dtype=torch.int64)
         for tensor in (count, data):
-            self.control.send_recv(send=(tensor, to)).wait()
+            self.control.send_recv(sends=[(tensor, to)]).wait()
 
     def receive_object(self, *, source: int) -> object:
         self.check_rank("source", [source])
         count = torch.zeros(1, dtype=torch.int64)
-        self.control.send_recv(receive=(count, source)).wait()
+        self.control.send_recv(receives=[(count, source)]).wait()
         data = _empty(int(count))
-        self.control.send_recv(receive=(data, source)).wait()
+        self.control.send_recv(receives=[(data, source)]).wait()
         return _from_tensor(data)
 
     # the end

@@ -1,10 +1,10 @@
 """Moves tensors between ranks over the process group, with waits that end when any rank fails.
 
-``TransferBuffers``: double buffers of a fixed size between the caller's memory and the process group's device. On the
-CPU both sides are one buffer. On CUDA the caller's side is pinned host memory, and copies run on a stream of their own,
-beside the communication of the other buffers. What is sent waits for its copy, because the process group's stream waits
-for the stream that is current when it is posted. A buffer is filled again only once its transfer is complete, for which
-the host waits; so no copy has to wait for a send or a receive.
+``TransferBuffers``: buffers of a fixed size on the process group's device, which the caller fills and empties piece by
+piece. On the CPU it does so in place. On CUDA each piece goes through pinned host memory, and is copied on a stream of
+its own, beside the communication of the other buffers. What is sent waits for its copies, because the process group's
+stream waits for the stream that is current when it is posted. A buffer is filled again only once its transfer is
+complete, for which the host waits; so no copy has to wait for a send or a receive.
 
 ``Transport``: Gloo's and NCCL's own waits cannot be interrupted; they happen in the background, while the caller checks
 its peers. NCCL's posts, too: the first one between two ranks connects them, and waits for a rank that may have ended.
@@ -31,55 +31,94 @@ def chunk_bytes(budget: int, buffers: int) -> int:
     return max(budget // buffers // ALIGNMENT, 1) * ALIGNMENT
 
 
-class TransferBuffers:
-    """``count`` buffers of ``size`` bytes on ``device``; the first ``host_count`` (default: all) have a host side.
+Fill: TypeAlias = Callable[[int, torch.Tensor], None]
+"""``fill(offset, piece)``: fill ``piece`` (1-D uint8) with the bytes from ``offset`` on, of those that are wanted."""
 
-    ``on_device``: the caller fills and empties the device's buffers itself, because its data is there.
+Empty: TypeAlias = Callable[[int, torch.Tensor], None]
+"""``empty(offset, piece)``: take the bytes from ``offset`` on, of those that came; valid during the call."""
+
+
+class TransferBuffers:
+    """``count`` buffers of ``size`` bytes on ``device``.
+
+    Beside a GPU, ``to_send`` and ``received`` pieces of ``piece`` bytes of pinned memory (default: one of each, of
+    ``size`` bytes); ``received`` may be 0 if only ``to_host`` is used. ``on_device``: the caller's data is there, too,
+    so that nothing is copied.
     """
 
     def __init__(
-        self, device: torch.device, *, count: int, size: int, host_count: int | None = None, on_device: bool = False
+        self,
+        device: torch.device,
+        *,
+        count: int,
+        size: int,
+        piece: int | None = None,
+        to_send: int = 1,
+        received: int = 1,
+        on_device: bool = False,
     ) -> None:
-        self.size = size
         self._device = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-        if device.type == "cpu" or on_device:
-            self._host = self._device
-        else:
-            on_host = range(count if host_count is None else host_count)
-            self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in on_host]
-        self._copies: torch.cuda.Stream | None = None
-        if self._host is not self._device:
-            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._staged = device.type == "cuda" and not on_device
+        self.piece = size if piece is None or not self._staged else piece
+        if not self._staged:
+            return
+        self._to_send, self._received = (
+            [torch.empty(self.piece, dtype=torch.uint8, pin_memory=True) for _ in range(number)]
+            for number in (to_send, received)
+        )
+        self._next = 0  # of the pieces to send
+        self._outgoing, self._incoming = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        for copies in (self._outgoing, self._incoming):
             # The allocator may reuse memory that its last owner's queued work still writes to.
-            self._copies.wait_stream(torch.cuda.current_stream(device))
+            copies.wait_stream(torch.cuda.current_stream(device))
             for buffer in self._device:
-                buffer.record_stream(self._copies)  # nor may it hand out this memory while a copy is queued
+                buffer.record_stream(copies)  # nor may it hand out this memory while a copy is queued
 
-    def host(self, slot: int, count: int) -> torch.Tensor:
-        """The caller's side of buffer ``slot``: ``count`` bytes."""
-        return self._host[slot][:count]
+    def part(self, slot: int, at: int, count: int) -> torch.Tensor:
+        """The bytes [at, at + count) of buffer ``slot``, on the device."""
+        return self._device[slot][at : at + count]
 
-    def device(self, slot: int, count: int) -> torch.Tensor:
-        """The process group's side of buffer ``slot``: ``count`` bytes."""
-        return self._device[slot][:count]
+    def fill(self, slot: int, at: int, count: int, fill: Fill) -> None:
+        """Have ``fill`` fill ``count`` bytes of buffer ``slot``, which is sent after ``wait_for_copies``."""
+        for begin in range(0, count, self.piece):
+            nbytes = min(self.piece, count - begin)
+            part = self.part(slot, at + begin, nbytes)
+            if not self._staged:
+                fill(begin, part)
+                continue
+            if self._next == len(self._to_send):
+                self._outgoing.synchronize()  # all pieces are used: by now nearly all are copied
+                self._next = 0
+            host = self._to_send[self._next][:nbytes]
+            self._next += 1
+            fill(begin, host)
+            with torch.cuda.stream(self._outgoing):
+                part.copy_(host, non_blocking=True)
 
-    def to_device(self, slot: int, count: int) -> torch.Tensor:
-        """What the caller filled, ready to send."""
-        if self._copies is not None:
-            with torch.cuda.stream(self._copies):
-                self.device(slot, count).copy_(self.host(slot, count), non_blocking=True)
-            torch.cuda.current_stream(self._device[slot].device).wait_stream(self._copies)
-        return self.device(slot, count)
+    def wait_for_copies(self) -> None:
+        """What is sent from now on waits until all that ``fill`` filled is on the device."""
+        if self._staged:
+            torch.cuda.current_stream(self._device[0].device).wait_stream(self._outgoing)
 
-    def to_host(self, slot: int, count: int, into: torch.Tensor | None = None) -> torch.Tensor:
-        """What was received, for the caller to read, in ``into`` if given; only once its transfer is complete."""
-        if self._copies is None:
-            return self.host(slot, count)
-        host = self.host(slot, count) if into is None else into
-        with torch.cuda.stream(self._copies):
-            host.copy_(self.device(slot, count), non_blocking=True)
-        self._copies.synchronize()
-        return host
+    def empty(self, slot: int, at: int, count: int, empty: Empty) -> None:
+        """Have ``empty`` take ``count`` bytes of buffer ``slot``, whose transfer is complete."""
+        for begin in range(0, count, self.piece):
+            nbytes = min(self.piece, count - begin)
+            if not self._staged:
+                empty(begin, self.part(slot, at + begin, nbytes))
+                continue
+            host = self._received[0][:nbytes]
+            self.to_host(slot, at + begin, host)
+            empty(begin, host)
+
+    def to_host(self, slot: int, at: int, into: torch.Tensor) -> None:
+        """Copy from buffer ``slot``, whose transfer is complete, to ``into``: pinned memory of the caller."""
+        with torch.cuda.stream(self._incoming):
+            into.copy_(self.part(slot, at, len(into)), non_blocking=True)
+        self._incoming.synchronize()
 
 
 _Post: TypeAlias = "Callable[[], Sequence[dist.Work]]"
@@ -115,17 +154,16 @@ class Transport:
         self._waiting: torch.cuda.Stream | None = None
 
     def send_recv(
-        self, *, send: tuple[torch.Tensor, int] | None = None, receive: tuple[torch.Tensor, int] | None = None
+        self, *, sends: Sequence[tuple[torch.Tensor, int]] = (), receives: Sequence[tuple[torch.Tensor, int]] = ()
     ) -> Transfer:
-        """Send a tensor to one rank and receive one from one rank, together. Both sides post in the same order."""
+        """Send tensors to ranks and receive some from ranks, together. Both sides of a pair post in the same order."""
         # One batch: NCCL would otherwise order a send and a receive of the same pair, and both sides would wait.
-        pairs = [(dist.irecv, receive), (dist.isend, send)]
         operations = [
-            dist.P2POp(operation, pair[0], self._global(pair[1]), self._group)
-            for operation, pair in pairs
-            if pair is not None
+            dist.P2POp(operation, tensor, self._global(peer), self._group)
+            for operation, pairs in ((dist.irecv, receives), (dist.isend, sends))
+            for tensor, peer in pairs
         ]
-        peers = {pair[1] for _, pair in pairs if pair is not None}
+        peers = {peer for _, peer in (*sends, *receives)}
         return self._start(lambda: dist.batch_isend_irecv(operations), peers.pop() if len(peers) == 1 else None)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Transfer:

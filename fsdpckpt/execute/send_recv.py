@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,14 @@ from fsdpckpt.plan.streams import ALIGNMENT
 from fsdpckpt.plan.transfer import TransferPlan, Window
 from fsdpckpt.storage.local import aligned_buffer
 from fsdpckpt.storage.sources import Sources
+
+DEVICE_BYTES = 112 << 20
+"""On a GPU, in place of the host memory's share: messages of up to 16 MiB. Each is a kernel that waits for its peers,
+and the more it moves, the less it waits.
+"""
+
+Pairs: TypeAlias = Sequence[tuple[int, int]]
+"""The peers of a rank: to whom it sends, from whom it receives."""
 
 
 class TransferRun:
@@ -61,31 +70,37 @@ class TransferRun:
         exchanger = Exchanger(
             self._group,
             budget=self._job.settings.exchange_bytes,
+            device_budget=DEVICE_BYTES,
             largest=max(int(column.max()) for column in columns),
             in_place=True,
         )
         exchanger.check(_totals(self._transfers.sends), _totals(self._transfers.receives))
         assembler = Assembler(self._job.plan, self.reader, self._check, exchanger.chunk)
-        exchanger.run(self._send_recvs(exchanger.pairs(), assembler, pool, watch), watch=watch)
+        exchanger.run(self._send_recvs(exchanger.pairs_at_once(), assembler, pool, watch), watch=watch)
 
     def _send_recvs(
-        self, pairs: Sequence[tuple[int, int]], assembler: Assembler, pool: CopyPool, watch: Callable[[], None]
+        self, peers: Sequence[Pairs], assembler: Assembler, pool: CopyPool, watch: Callable[[], None]
     ) -> Iterator[SendRecv]:
-        """The ``pairs`` of ranks (to whom, from whom) that exchange bytes, round by round."""
-        sends, receives = self._transfers.sends, self._transfers.receives
-        used_pairs = [(to, source) for to, source in pairs if to in sends or source in receives]
+        """What the ``peers`` exchange, those at once that can be, round by round."""
         for number in range(self._transfers.rounds):
-            counts = [(to, _at(sends, to, number), source, _at(receives, source, number)) for to, source in used_pairs]
-            send_recvs = [send_recv for send_recv in counts if send_recv[1] or send_recv[3]]
+            sends, receives = (
+                _of_round(counts, number) for counts in (self._transfers.sends, self._transfers.receives)
+            )
+            counts = [
+                (
+                    {to: sends[to] for to, _ in pairs if to in sends},
+                    {source: receives[source] for _, source in pairs if source in receives},
+                )
+                for pairs in peers
+            ]
+            used = [each for each in counts if any(each)]
             claim = partial(self.buffers.claim, number)
-            for index, (to, send_bytes, source, receive_bytes) in enumerate(send_recvs):
-                first, last = index == 0, index == len(send_recvs) - 1
+            for index, (sent, received) in enumerate(used):
+                first, last = index == 0, index == len(used) - 1
                 yield SendRecv(
-                    to,
-                    send_bytes,
+                    sent,
+                    received,
                     partial(self._read, assembler, number),
-                    source,
-                    receive_bytes,
                     receive_into=partial(self._receive_into, number),
                     has_room=claim if first else None,
                     wait_for_room=partial(pool.wait, watch, claim) if first else None,
@@ -137,8 +152,9 @@ def _runs(stream: FilePlan) -> Int64Array:
     return np.stack([begins[np.append(0, apart + 1)], ends[np.append(apart, len(ends) - 1)]], axis=1)
 
 
-def _at(counts: Mapping[int, Int64Array], peer: int, number: int) -> int:
-    return int(counts[peer][number]) if peer in counts else 0
+def _of_round(counts: Mapping[int, Int64Array], number: int) -> dict[int, int]:
+    """The bytes of round ``number`` by peer, of the peers that have some."""
+    return {peer: int(column[number]) for peer, column in counts.items() if column[number]}
 
 
 def _totals(counts: Mapping[int, Int64Array]) -> dict[int, int]:
@@ -174,16 +190,12 @@ class ReceiveBuffers:
                 totals[number] += -totals[number] % ALIGNMENT
             self._position[sender] = totals.copy()
             totals += counts
-        size = int(totals.max()) if rounds else 0
+        self._size = int(totals.max()) if rounds else 0
+        self._pinned = pinned
         self._windows_left = dict(windows)
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
-        # numpy copies without blocking other threads, unlike memoryviews.
-        self._free = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-            if pinned
-            else np.frombuffer(aligned_buffer(size), np.uint8)
-            for _ in range(min(capacity, rounds))
-        ]
+        self._free: list[npt.NDArray[np.uint8]] = []
+        self._not_made = min(capacity, rounds)  # each is made when it is needed: the first bytes wait for one only
         self._lock = threading.Lock()
 
     def claim(self, number: int) -> bool:
@@ -193,10 +205,20 @@ class ReceiveBuffers:
         """
         with self._lock:
             if number in self._windows_left and number not in self._buffers:
-                if not self._free:
+                if self._free:
+                    self._buffers[number] = self._free.pop()
+                elif self._not_made:
+                    self._buffers[number] = self._make()
+                    self._not_made -= 1
+                else:
                     return False
-                self._buffers[number] = self._free.pop()
             return True
+
+    def _make(self) -> npt.NDArray[np.uint8]:
+        """Memory for one round, as numpy copies without blocking other threads, unlike memoryviews."""
+        if self._pinned:
+            return torch.empty(self._size, dtype=torch.uint8, pin_memory=True).numpy()
+        return np.frombuffer(aligned_buffer(self._size), np.uint8)
 
     def written(self, number: int) -> None:
         """One window of round ``number`` is written; the last one frees the round's buffer."""

@@ -189,10 +189,9 @@ def plan_transfers(
     owned: dict[int, list[int]] = {rank: []}
     for number, segment in enumerate(segments):
         owned.setdefault(segment.owner, []).append(number)
-    served = (~seen_by & seen_by[:, [rank]]).any(axis=0)
-    served[rank] = True
+    served = {rank, *np.flatnonzero((~seen_by & seen_by[:, [rank]]).any(axis=0)).tolist()}
     search = _NeedSearch(plan, segments, seen_by, rank, _Turns.of(seen_by), window, round_bytes, written)
-    needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if served[owner]]
+    needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if owner in served]
     rounds = max((need.rounds for need in needs), default=0)
     own_need = next(need for need in needs if need.owner == rank)
     sent = {need.owner: need.streams[rank] for need in needs if rank in need.streams}

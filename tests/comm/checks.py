@@ -571,6 +571,14 @@ def check_exchange_moves_any_amount_between_any_pair(group: comm.Group) -> None:
 
 
 def check_send_recvs_of_any_size_cross_while_there_is_room_for_two_rounds(group: comm.Group) -> None:
+    send_recvs_of_any_size(group, 1)
+
+
+def check_send_recvs_with_several_ranks_at_once_cross_too(group: comm.Group) -> None:
+    send_recvs_of_any_size(group, 2)  # with 3 ranks and more: all of them at once, or the last alone
+
+
+def send_recvs_of_any_size(group: comm.Group, peers_at_once: int) -> None:
     """Read by another thread, received where they are wanted."""
     rank, rounds = group.rank, 13
 
@@ -580,8 +588,10 @@ def check_send_recvs_of_any_size_cross_while_there_is_room_for_two_rounds(group:
         )  # of several chunks, and of one
         return random(count, dtype=torch.uint8, seed=source * 1000 + target * 100 + number)
 
-    exchanger = Exchanger(group, budget=BUDGET, largest=9003, in_place=True)
-    pairs = exchanger.pairs()
+    exchanger = Exchanger(group, budget=BUDGET, largest=9003, in_place=True, peers_at_once=peers_at_once)
+    at_once = exchanger.pairs_at_once()
+    assert max(map(len, at_once), default=1) == min(peers_at_once, max(group.world_size - 1, 1))
+    pairs = [pair for pairs in at_once for pair in pairs]
     found = [{source: torch.zeros_like(data(source, rank, number)) for _, source in pairs} for number in range(rounds)]
     threads: set[str] = set()
     room, claimed, on_received = threading.Semaphore(2), [0], []
@@ -609,17 +619,15 @@ def check_send_recvs_of_any_size_cross_while_there_is_room_for_two_rounds(group:
 
     def send_recvs() -> Iterator[SendRecv]:
         for number in range(rounds):
-            for index, (to, source) in enumerate(pairs):
+            for index, some in enumerate(at_once):
                 yield SendRecv(
-                    to,
-                    len(data(rank, to, number)),
+                    {to: len(data(rank, to, number)) for to, _ in some},
+                    {source: len(found[number][source]) for _, source in some},
                     partial(read, number),
-                    source,
-                    len(found[number][source]),
                     receive_into=partial(receive_into, number),
                     has_room=None if index else partial(has_room, number),
                     wait_for_room=None if index else partial(wait, number),
-                    on_received=partial(done, number) if index == len(pairs) - 1 else None,
+                    on_received=partial(done, number) if index == len(at_once) - 1 else None,
                 )
 
     with group.step("send_recvs"):
@@ -641,7 +649,8 @@ def check_what_a_reading_thread_raises_fails_the_step_on_all(group: comm.Group) 
         with apart.step("copy"):
             exchanger = Exchanger(apart, budget=BUDGET, largest=1 << 20)
             send_recvs = (
-                SendRecv(to, 99_999, read, source, 99_999, write=lambda *_: None) for to, source in exchanger.pairs()
+                SendRecv({to: 99_999}, {source: 99_999}, read, write=lambda *_: None)
+                for ((to, source),) in exchanger.pairs_at_once()
             )
             exchanger.run(send_recvs, watch=lambda: apart.watch(moving=False))
     except WorkerError as error:

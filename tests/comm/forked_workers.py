@@ -55,6 +55,7 @@ def _start(rank: int, world_size: int, port: int, body: Callable[[int], int], li
         return pid
     code = 1
     gc.freeze()  # what the parent has is never looked at again, and its pages stay shared
+    gc.get_freeze_count = lambda: 1  # which walks them all for 0.1 s; programs ask whether there are any
     try:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
         os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}

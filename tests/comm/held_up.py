@@ -72,14 +72,11 @@ def _move(
     if rank == 2:
         time.sleep(0.4)
         raise OSError(errno.ENOSPC, "No space left on device")
-    send_bytes, receive_bytes = (ROUND * CHUNK if rank == each else 0 for each in (0, 1))
     send_recvs = [
         SendRecv(
-            1 if rank == 0 else 2,
-            send_bytes,
+            {1: ROUND * CHUNK} if rank == 0 else {},
+            {0: ROUND * CHUNK} if rank == 1 else {},
             read(exchange),
-            2 if rank == 0 else 0,
-            receive_bytes,
             receive_into=receive_into(exchange),
             on_received=on_received(exchange) if rank == 1 else None,
         )

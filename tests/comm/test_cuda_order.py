@@ -68,12 +68,16 @@ class PlayedStream:
 
 
 class PlayedTensor:
-    def __init__(self, recorder: Recorder, where: str) -> None:
-        self.recorder, self.where = recorder, where
+    def __init__(self, recorder: Recorder, where: str, count: int = 0) -> None:
+        self.recorder, self.where, self.count = recorder, where, count
         self.device = GPU
 
+    def __len__(self) -> int:
+        return self.count
+
     def __getitem__(self, part: slice) -> PlayedTensor:
-        return PlayedTensor(self.recorder, f"{self.where}[{part.stop}]")
+        begin = part.start or 0
+        return PlayedTensor(self.recorder, f"{self.where}[{begin}:{part.stop}]", part.stop - begin)
 
     def copy_(self, other: PlayedTensor, *, non_blocking: bool) -> None:
         self.recorder.say(f"{other.where} -> {self.where}{' async' if non_blocking else ''}")
@@ -103,23 +107,49 @@ def test_what_is_sent_waits_for_its_copy_and_what_came_is_read_after_its_copy(
 ) -> None:
     monkeypatch.setattr(transport.torch, "empty", played_empty(recorder))
     made = transport.TransferBuffers(GPU, count=1, size=4096)
-    assert recorder.events == ["own 1 waits for caller's", "device used by own 1"]
+    used = [f"own {number} waits for caller's" for number in (1, 2)]
+    assert recorder.events == [used[0], "device used by own 1", used[1], "device used by own 2"]
     recorder.events.clear()
-    made.to_device(0, 100)
-    assert recorder.events == ["pinned[100] -> device[100] async on own 1", "caller's waits for own 1"]
+    made.fill(0, 0, 100, lambda begin, piece: recorder.say(f"fill {piece.where} from {begin}"))  # type: ignore[attr-defined]
+    made.wait_for_copies()
+    assert recorder.events == [
+        "fill pinned[0:100] from 0 on caller's",
+        "pinned[0:100] -> device[0:100] async on own 1",
+        "caller's waits for own 1",
+    ]
     recorder.events.clear()
-    made.to_host(0, 50)
-    assert recorder.events == ["device[50] -> pinned[50] async on own 1", "host waits for own 1"]
+    made.empty(0, 10, 50, lambda begin, piece: recorder.say(f"empty {piece.where} from {begin}"))  # type: ignore[attr-defined]
+    assert recorder.events == [
+        "device[10:60] -> pinned[0:50] async on own 2",
+        "host waits for own 2",
+        "empty pinned[0:50] from 0 on caller's",
+    ]
+
+
+def test_a_piece_is_filled_again_only_once_it_is_copied(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.torch, "empty", played_empty(recorder))
+    made = transport.TransferBuffers(GPU, count=1, size=4096, piece=64, to_send=2)
+    recorder.events.clear()
+    made.fill(0, 64, 150, lambda begin, _: recorder.say(f"fill {begin}"))
+    assert recorder.events == [
+        "fill 0 on caller's",
+        "pinned[0:64] -> device[64:128] async on own 1",
+        "fill 64 on caller's",
+        "pinned[0:64] -> device[128:192] async on own 1",
+        "host waits for own 1",
+        "fill 128 on caller's",
+        "pinned[0:22] -> device[192:214] async on own 1",
+    ]
 
 
 def test_what_came_is_copied_straight_to_the_memory_of_the_caller(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport.torch, "empty", played_empty(recorder))
-    made = transport.TransferBuffers(GPU, count=2, size=4096, host_count=1)
+    made = transport.TransferBuffers(GPU, count=2, size=4096, received=0)
     recorder.events.clear()
-    made.to_host(1, 50, PlayedTensor(recorder, "caller's memory"))  # type: ignore[arg-type]
-    assert recorder.events == ["device[50] -> caller's memory async on own 1", "host waits for own 1"]
+    made.to_host(1, 7, PlayedTensor(recorder, "caller's memory", 50))  # type: ignore[arg-type]
+    assert recorder.events == ["device[7:57] -> caller's memory async on own 2", "host waits for own 2"]
 
 
 def test_a_post_that_never_returns_blocks_nobody(recorder: Recorder) -> None:
@@ -168,7 +198,11 @@ def test_posts_keep_their_order_and_the_stream_of_their_caller(recorder: Recorde
 def test_data_that_lies_on_the_device_is_not_copied(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.torch, "empty", played_empty(recorder))
     made = transport.TransferBuffers(GPU, count=2, size=4096, on_device=True)
-    assert made.to_host(1, 7).where == made.to_device(1, 7).where == made.host(1, 7).where == "device[7]"  # type: ignore[attr-defined]
+    pieces: list[str] = []
+    for each in (made.fill, made.empty):
+        each(1, 3, 7, lambda begin, piece: pieces.append(f"{piece.where} from {begin}"))  # type: ignore[attr-defined]
+    made.wait_for_copies()
+    assert pieces == ["device[3:10] from 0"] * 2
     assert recorder.events == []
 
 

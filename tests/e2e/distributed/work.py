@@ -25,11 +25,10 @@ def record_planes(group: Any) -> dict[str, list[tuple[str, int]]]:
     class Recording(Transport):
         plane = ""
 
-        def send_recv(self, *, send: Any = None, receive: Any = None) -> Any:
-            for pair in (send, receive):
-                if pair is not None:
-                    messages[self.plane].append((" / ".join(group._steps), pair[0].nbytes))
-            return super().send_recv(send=send, receive=receive)
+        def send_recv(self, *, sends: Any = (), receives: Any = ()) -> Any:
+            for tensor, _ in (*sends, *receives):
+                messages[self.plane].append((" / ".join(group._steps), tensor.nbytes))
+            return super().send_recv(sends=sends, receives=receives)
 
         def broadcast(self, tensor: Any, source: int) -> Any:
             messages[self.plane].append((" / ".join(group._steps), tensor.nbytes))
