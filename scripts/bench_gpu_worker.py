@@ -191,6 +191,8 @@ class Bench:
         def without_target() -> None:
             if self.group.rank == 0:
                 shutil.rmtree(target, ignore_errors=True)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what the run before has freed may still wait for its streams
 
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -481,7 +481,10 @@ def losses(check: Check) -> None:
 
 
 def rates(check: Check) -> None:
-    """The rows of ``scripts/bench_gpu``, with 2 and with 4 ranks on this GPU."""
+    """The rows of ``scripts/bench_gpu``, with 2 and with 4 ranks on this GPU.
+
+    A conversion is also compared with what torch moves with its own settings, in processes that never see ours.
+    """
     from bench_gpu_worker import Bench
 
     for ranks in (2, 4):
@@ -498,14 +501,49 @@ def rates(check: Check) -> None:
                 if rank == 0:
                     (out / "rows.json").write_text(json.dumps(bench.rows))
 
+        well = check.ranks(ranks, lambda rank, out=out: _bare_exchange(check, rank, out / "bare"))
+        bare = float((out / "bare").read_text()) if well else 0.0
+        check.row(f"{ranks} ranks: torch alone, with its own settings", f"{bare:.2f} GiB/s", right=well)
         well = check.ranks(ranks, measure)
         rows = json.loads((out / "rows.json").read_text()) if (out / "rows.json").exists() else []
         for row in rows:
             found = f"{row['value']:.2f} {row['unit']}"
             if row.get("ratio") is not None:
                 found += f" of {row['against']:.2f}: {row['ratio']:.2f}"
+            elif bare:
+                found += f", {row['value'] / bare:.2f} of torch alone"
             check.row(f"{ranks} ranks: {row['what']}", found)
         check.row(f"{ranks} ranks measured", "all" if well else "a rank failed", right=well)
+
+
+def _bare_exchange(check: Check, rank: int, out: Path) -> None:
+    """The median rate of three exchanges of equal parts between all ranks, after one to warm up."""
+    if check.device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if check.device == "cuda" else "gloo")
+    ranks = dist.get_world_size()
+    each = max((check.megabytes << 20) // ranks // ranks, 1)
+    sent = torch.empty(each * ranks, dtype=torch.uint8, device=check.device)
+    received = torch.empty_like(sent)
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        begun = time.perf_counter()
+        if check.device == "cuda":
+            dist.all_to_all_single(received, sent)
+            torch.cuda.synchronize()
+        else:  # Gloo has no all-to-all
+            parts, places = sent.chunk(ranks), received.chunk(ranks)
+            peers = [peer for peer in range(ranks) if peer != rank]
+            works = [dist.irecv(places[peer], peer) for peer in peers]
+            works += [dist.isend(parts[peer], peer) for peer in peers]
+            for work in filter(None, works):
+                work.wait()
+        dist.barrier()
+        seconds.append(time.perf_counter() - begun)
+    if rank == 0:
+        out.write_text(str(each * ranks * (ranks - 1) / GIB / statistics.median(seconds[1:])))
+    dist.destroy_process_group()
 
 
 def loading(check: Check) -> None:
@@ -575,26 +613,23 @@ def threads(check: Check) -> None:
     source = out / "dcp"
     convert(check.source(), source, to="sharded", container="dcp", world_size=8, buffers="none")
     nbytes = sum(path.stat().st_size for path in source.iterdir())
-    numbers = [number for number in (1, 2, 4, 8, 16) if number <= (os.cpu_count() or 1)]
-    program = [
-        sys.executable,
-        "-m",
-        "fsdpckpt",
-        "convert",
-        "--to",
-        "full",
-        "--quiet",
-        str(source),
-        str(out / "full.pt"),
-    ]
+    program = [sys.executable, "-m", "fsdpckpt", "convert", "--quiet", str(source)]
+    one_file = [*program, str(out / "full.pt"), "--to", "full"]
+    eight_files = [*program, str(out / "dcp8"), "--to", "sharded", "--world-size", "8"]
     commands = {"cp -r": ["cp", "-r", str(source), str(out / "copy")]}
-    commands |= {f"{number} threads": [*program, "--threads", str(number)] for number in numbers}
+    for number in (1, 2, 8, 16):
+        if number <= (os.cpu_count() or 1):
+            commands[f"to one file, {number} threads"] = [*one_file, "--threads", str(number)]
+            commands[f"to DCP of 8, {number} threads"] = [*eight_files, "--threads", str(number)]
     taken: dict[str, list[tuple[float, float]]] = {what: [] for what in commands}
     for _ in range(3):
         for what, command in commands.items():
-            shutil.rmtree(out / "copy", ignore_errors=True)
+            for directory in (out / "copy", out / "dcp8"):
+                shutil.rmtree(directory, ignore_errors=True)
             (out / "full.pt").unlink(missing_ok=True)
             taken[what].append(_whole_process(command))
+    started = statistics.median(_whole_process([*program[:3], "--version"])[0] for _ in range(3))
+    check.row("start-up of fsdpckpt, which each of its rows includes", f"{started:.2f} s")
     copied = statistics.median(seconds for seconds, _ in taken["cp -r"])
     for what, runs in taken.items():
         seconds, used = (statistics.median(values) for values in zip(*runs, strict=True))

@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from fsdpckpt.comm.launch import GpuVotes, choose_backend, gpu_identity, has_gpu, nccl_refused, rank_device
+from fsdpckpt.comm.launch import (
+    GpuVotes,
+    choose_backend,
+    enlarge_buffers_for_shared_gpus,
+    gpu_identity,
+    has_gpu,
+    nccl_refused,
+    rank_device,
+)
 from fsdpckpt.comm.liveness import end_with_launcher, heartbeat
 from fsdpckpt.comm.protocol import Group, Solo
 from fsdpckpt.comm.store_monitor import StoreMonitor
@@ -136,6 +144,8 @@ class TorchGroup(Group):
             own_device = rank_device(kind, info)
             if kind == "cuda":
                 torch.cuda.set_device(own_device)
+                if not counted.own:
+                    enlarge_buffers_for_shared_gpus()
             # Without watching it would wait half an hour for a rank that has ended.
             process_group = monitor.run_watched(lambda: _connect(name, own_device, PrefixStore("group", store), info))
             monitor.allow_silence(0.0)

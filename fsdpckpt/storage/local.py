@@ -12,6 +12,7 @@ import os
 import shlex
 import stat as modes
 import threading
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.files import Zeros
 from fsdpckpt.storage.descriptors import PooledDescriptor
+from fsdpckpt.storage.places import is_in_memory
 from fsdpckpt.storage.protocols import (
     ByteSource,
     Entry,
@@ -294,6 +296,7 @@ class WritableFile:
         self.path = path
         self.nbytes = nbytes
         self._fd = self._direct = -1
+        self._turn: AbstractContextManager[object] = contextlib.nullcontext()
         self._aligned = True
         self._durable = False  # committed
         self._lost = False  # a sync failed: the kernel reports a lost write once, and every later sync succeeds
@@ -308,14 +311,24 @@ class WritableFile:
     def _open(self, *, existing: bool) -> None:
         create = 0 if existing else os.O_CREAT | os.O_EXCL
         self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | create, 0o644)
-        direct = self.nbytes >= DIRECT_FROM and hasattr(os, "O_DIRECT")
         if not existing:
             os.ftruncate(self._fd, self.nbytes)
-        if not existing and direct:
+        if self.nbytes < DIRECT_FROM or not hasattr(os, "O_DIRECT"):
+            return
+        if is_in_memory(os.fstat(self._fd).st_dev):
+            self._turn = threading.Lock()  # the kernel lets one thread write to such a file; the others would spin
+            self._require_space()
+            return
+        if not existing:
             os.posix_fallocate(self._fd, 0, self.nbytes)  # finds a full disk now, and allocates contiguous extents
-        if direct:
-            with contextlib.suppress(OSError):  # a file system without direct writes, such as tmpfs
-                self._direct = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without direct writes
+            self._direct = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+
+    def _require_space(self) -> None:
+        """Find a full file system now. Allocating would write zeros to all of the file, which is in memory."""
+        free, used = os.fstatvfs(self._fd), os.fstat(self._fd).st_blocks * 512
+        if free.f_blocks > 0 and free.f_bavail * free.f_frsize < self.nbytes - used:  # no blocks: there is no limit
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
 
     def write(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of ``data`` at ``offset``."""
@@ -332,8 +345,9 @@ class WritableFile:
                     low = high
             if low >= high:
                 low = high = len(view)
-            _write_all(self._fd, view[:low], offset)
-            _write_all(self._fd, view[high:], offset + high)
+            with self._turn:
+                _write_all(self._fd, view[:low], offset)
+                _write_all(self._fd, view[high:], offset + high)
 
     def _blocks(self, offset: int, view: memoryview) -> tuple[int, int]:
         """The range of ``view`` that is whole blocks of the file and aligned in memory; (0, 0) if there is none."""

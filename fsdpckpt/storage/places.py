@@ -6,6 +6,7 @@ whose texts have nothing in common. Whatever is written, replaced or removed is 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -72,6 +73,21 @@ def is_mount_point(path: str) -> bool:
     except (OSError, IndexError):  # no Linux
         return False
     return os.fsencode(path) in map(_unescaped, points)
+
+
+_IN_MEMORY = {b"tmpfs", b"ramfs"}
+
+
+@functools.cache
+def is_in_memory(device: int) -> bool:
+    """Whether the file system with this number (``st_dev``) keeps its files in memory."""
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    try:
+        with open("/proc/self/mountinfo", "rb") as file:
+            mounts = [line.split(b" - ") for line in file]
+    except OSError:  # no Linux
+        return False
+    return any(fields.split()[2] == number and kind.split()[0] in _IN_MEMORY for fields, kind, *_ in mounts)
 
 
 def _unescaped(text: bytes) -> bytes:

@@ -78,3 +78,11 @@ def test_the_number_of_workers_follows_the_gpus_where_asked(monkeypatch: pytest.
     for text in ("0", "many", 0):
         with pytest.raises(UsageError, match="nproc_per_node takes a number"):
             LaunchOptions.of(nproc_per_node=text)
+
+
+def test_nccl_moves_more_at_a_time_where_gpus_are_shared_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch.os, "environ", {"NCCL_BUFFSIZE": "12345"})
+    launch.enlarge_buffers_for_shared_gpus()
+    assert launch.os.environ == {"NCCL_BUFFSIZE": "12345", "NCCL_P2P_NET_CHUNKSIZE": "1048576"}

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -14,7 +15,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.storage import ByteTarget
+from fsdpckpt.storage import ByteTarget, local
 from fsdpckpt.storage.local import WritableFile
 from fsdpckpt.storage.retry import ATTEMPTS
 from fsdpckpt.storage.target_checks import TargetState
@@ -54,6 +55,7 @@ class TestWritableFile(ByteTargetContract):
         if call == "posix_fallocate" and not hasattr(os, "O_DIRECT"):
             pytest.skip("only files with direct writes are allocated")
         monkeypatch.setattr(os, call, full)
+        monkeypatch.setattr(local, "is_in_memory", lambda _: False)
         before = os.listdir("/proc/self/fd")
         with pytest.raises(TargetUnwritableError, match="No space left"):
             self.make("file", 2 << 20)
@@ -64,6 +66,25 @@ class TestWritableFileWithoutDirectWrites(TestWritableFile):
     @pytest.fixture(autouse=True)
     def _refuse_direct_writes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(os, "O_DIRECT")
+
+
+class TestWritableFileInMemory(TestWritableFile):
+    @pytest.fixture(autouse=True)
+    def _in_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local, "is_in_memory", lambda _: True)
+        monkeypatch.delattr(os, "posix_fallocate")  # writes zeros to all of it
+
+    def test_a_full_disk_costs_no_descriptor(self, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[override]
+        full = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+        monkeypatch.setattr(os, "fstatvfs", lambda _: full)
+        self.make("file", 2 << 20).close()  # no blocks: there is no limit
+        full.f_blocks, full.f_bavail = 1000, 511
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(TargetUnwritableError, match="No space left"):
+            self.make("other", 2 << 20)
+        assert os.listdir("/proc/self/fd") == before
+        full.f_bavail = 512
+        self.make("third", 2 << 20).close()
 
 
 class TestFileThatAnotherProcessMade(ByteTargetContract):

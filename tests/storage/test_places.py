@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.storage.places import DirectoryTree, is_within
+from fsdpckpt.storage.places import DirectoryTree, is_in_memory, is_within
 from fsdpckpt.storage.target_checks import (
     TargetState,
     check_target,
@@ -24,7 +24,7 @@ MOUNTED = """
 import os, subprocess, sys
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.report import check_report
-from fsdpckpt.storage.places import DirectoryTree, is_within
+from fsdpckpt.storage.places import DirectoryTree, is_in_memory, is_within
 from fsdpckpt.storage.target_checks import TargetState, check_target, refuse_links_into
 from fsdpckpt.storage.target_checks import require_apart, require_source_apart
 
@@ -141,3 +141,13 @@ def test_what_a_link_in_the_source_leads_to_is_the_source_where_it_was_read(tmp_
     require_outside_opened(str(data / "out"), str(source), opened[1:])
     for target in (tmp_path / "out", cache / "out", data.parent / "datas"):
         require_outside_opened(str(target), str(source), opened)
+
+
+def test_which_file_systems_keep_their_files_in_memory() -> None:
+    kinds = {line.split()[1]: line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
+    asked = [point for point, kind in kinds.items() if kind in {"tmpfs", "proc", "sysfs", "ext4", "overlay"}]
+    readable = [point for point in asked if os.access(point, os.R_OK)]
+    for point in readable:
+        assert is_in_memory(os.stat(point).st_dev) is (kinds[point] == "tmpfs"), point
+    if "tmpfs" not in {kinds[point] for point in readable}:
+        pytest.skip("nothing is mounted in memory here")

@@ -121,7 +121,7 @@ def play(
     started = []
     for rank in range(lost.workers):
         environment = {
-            "PYTHONPATH": f"{TROUBLE}{os.pathsep}{ROOT}",
+            "PYTHONPATH": os.pathsep.join([TROUBLE, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "TROUBLE": f"{lost.rank},{function},{lost.trouble},{out / 'when'},{call}",
             "FSDPCKPT_STATUS_DIRECTORY": str(status),
