@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from fsdpckpt.ir.checkpoint import Checkpoint
+from fsdpckpt.ir.counters import STEP
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.placements import Slices
 from fsdpckpt.ir.tensors import Int64Array, Tensor, distinct
@@ -40,7 +41,7 @@ def is_number_per_rank(tensor: Tensor) -> bool:
 
 def is_step(state: str, tensor: Tensor) -> bool:
     """Whether it is a step of shape (1,): never a slice, even if slices have one element too."""
-    return state == "step" and is_number_per_rank(tensor)
+    return state == STEP and is_number_per_rank(tensor)
 
 
 def is_sliced(checkpoint: Checkpoint, units: Units) -> bool:

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.ir.bitsandbytes import MAPS, SCALES, unwrapped
+from fsdpckpt.ir.counters import is_counter
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.torchao import CODES, QMAP, SCALE, Blocks, blocks_of
 from fsdpckpt.ir.values import Key, Object, Value
@@ -97,11 +98,11 @@ class ShownShape(NamedTuple):
 def shown_shapes(entry: Mapping[str, object]) -> Iterator[ShownShape]:
     """Each tensor in ``entry`` that has dimensions, with the shape that its parameter would have.
 
-    For torchao's codes and scales that is the shape of their state. Maps and bitsandbytes' scales show none.
+    For torchao's codes and scales that is the shape of their state. Counters, maps and bitsandbytes' scales show none.
     """
     parts = quantized_parts(entry)
     for name, leaf in entry.items():
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or is_counter(name, leaf):
             continue
         part = parts.get(name)
         if part is None:

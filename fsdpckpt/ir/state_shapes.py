@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TypeAlias
 
+from fsdpckpt.ir.counters import is_counter
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.placements import OneSlice, Slices
 from fsdpckpt.ir.quantized import ShownShape, shown_shapes
@@ -158,7 +159,7 @@ def shaped_states(optim: Optimizer) -> frozenset[str]:
         name
         for states in optim.state.values()
         for name, leaf in states.items()
-        if isinstance(leaf, Tensor) and leaf.ndim and name != "step"
+        if isinstance(leaf, Tensor) and leaf.ndim and not is_counter(name, leaf)
     )
 
 

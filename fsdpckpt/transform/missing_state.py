@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.counters import STEP, is_counter
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.files import Zeros
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
@@ -207,11 +208,12 @@ class _StateMaker:
         for name, first in next(iter(siblings.values())).items():
             values = [states[name] for states in siblings.values()]
             tensors = {key: leaf for key, states in siblings.items() if isinstance(leaf := states[name], Tensor)}
-            if len(tensors) == len(values) and (name in self.shaped or any(leaf.ndim for leaf in tensors.values())):
+            shaped = any(leaf.ndim and not is_counter(name, leaf) for leaf in tensors.values())
+            if len(tensors) == len(values) and (name in self.shaped or shaped):
                 form[name] = self._zeros_like(name, tensors, problems)
                 continue
             form[name] = first
-            if tensors and scalars and name != "step":
+            if tensors and scalars and name != STEP:
                 problems.append(
                     f"the others of its group have no dimensions, so {name} may be one value or have its shape"
                 )
@@ -228,7 +230,7 @@ class _StateMaker:
     def _identity(self, value: Tensor | Value) -> tuple[str, object]:
         """Equal for equal values."""
         if isinstance(value, Tensor):
-            return value.dtype.name, value if value.ndim else self.read(value)
+            return value.dtype.name, value if value.numel != 1 else self.read(value)
         return type(value).__name__, repr(value)
 
     def _zeros_like(self, name: str, tensors: Mapping[ParamKey, Tensor], problems: list[str]) -> _Zeros:

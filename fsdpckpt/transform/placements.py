@@ -15,6 +15,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import InternalError, NeedsInformationError, UsageError
 from fsdpckpt.globs import matches
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
+from fsdpckpt.ir.counters import is_counter
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.placements import MeshShape, Replicate, Sharding
 from fsdpckpt.ir.quantized import shown_shapes
@@ -228,6 +229,8 @@ def _parameters(named: Checkpoint, cut: Collection[str] = ()) -> Iterator[tuple[
     for leaf in named.tensors():
         tensor = leaf.tensor
         if not tensor.shape or (tensor.sharded is False and leaf.param not in cut):
+            continue
+        if leaf.state is not None and is_counter(leaf.state, tensor):
             continue
         if leaf.section is not Section.OPTIM or leaf.state is None:
             if (leaf.section is Section.MODEL and leaf.state is None) or tensor.sharded:

@@ -19,6 +19,7 @@ from fsdpckpt.globs import matches
 from fsdpckpt.ir.bitsandbytes import BITSANDBYTES
 from fsdpckpt.ir.buffers import NO_BUFFERS
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, ModelState, Note
+from fsdpckpt.ir.counters import is_counter
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.placements import Shard, Sharding
 from fsdpckpt.ir.quantized import Role, part_name, parts_with, quantized_parts, shown_shapes
@@ -229,7 +230,9 @@ def _decide_optim(optim: Optimizer | None, model: ModelState | None) -> tuple[Op
 def _decide_entry(
     key: ParamKey, entry: Mapping[str, Tensor | Value], model: ModelState | None, ambiguous: list[str]
 ) -> dict[str, Tensor | Value]:
-    """One parameter's states: those in the parameter's shape are sharded if it is, all others are replicated."""
+    """One parameter's states: those in the parameter's shape are sharded if it is, all others are replicated, and so is
+    a counter.
+    """
     param = model.params.get(key) if model is not None and isinstance(key, str) else None
     shapes = {shown.name: shown.shape for shown in shown_shapes(entry)}
     # Without the parameter its states say what shape it has, if they agree.
@@ -237,10 +240,15 @@ def _decide_entry(
     param_shape, param_sharded = distinct.pop() if len(distinct) == 1 else None, True
     if isinstance(param, Tensor):
         param_shape, param_sharded = param.shape, bool(param.sharded)
-    tensors = {name: leaf for name, leaf in entry.items() if isinstance(leaf, Tensor)}
+    decided = dict(entry)
+    tensors: dict[str, Tensor] = {}
+    for name, leaf in entry.items():
+        if is_counter(name, leaf) and isinstance(leaf, Tensor):
+            decided[name] = leaf.with_sharded(sharded=False)
+        elif isinstance(leaf, Tensor):
+            tensors[name] = leaf
     if param_shape is None and any(leaf.ndim and leaf.sharded is None for leaf in tensors.values()):
         ambiguous.append(str(key))
-    decided = dict(entry)
     for name, leaf in tensors.items():
         inferred = name in shapes and shapes[name] == param_shape and param_sharded
         decided[name] = leaf.with_sharded(leaf.ndim > 0 and (inferred if leaf.sharded is None else leaf.sharded))

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedTensor, Note, Section
+from fsdpckpt.ir.counters import STEP
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.placements import MeshShape, Sharding
 from fsdpckpt.ir.targets import Target
@@ -22,8 +23,6 @@ from fsdpckpt.layouts import row_sharding
 from fsdpckpt.options import DEFAULT_MAX_SHARD_SIZE, TensorForm
 from fsdpckpt.producers import PLAIN_MESH, PLAIN_PATHS, MeshForm, SectionPath
 from fsdpckpt.text import plural
-
-_COUNTER = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class DtypeRule:
         """The dtype of ``tensor`` in the target; ``state``: as in ``NamedTensor``."""
         if section is Section.MODEL and state is None:
             wanted = self.model
-        elif section is Section.OPTIM and state is not None and state != _COUNTER and tensor.shape:
+        elif section is Section.OPTIM and state is not None and state != STEP and tensor.shape:
             wanted = self.optim
         else:
             wanted = None

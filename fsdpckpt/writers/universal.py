@@ -16,6 +16,7 @@ from dataclasses import replace
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.counters import STEP
 from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.targets import Target, TargetData, TargetFile
@@ -28,20 +29,19 @@ from fsdpckpt.writers.state_dicts import extras_of_one
 from fsdpckpt.writers.torch_full import lay_out_file, order_of, ties
 
 _VERSION = "0.19.8"  # of the DeepSpeed whose files these are
-_STEP = "step"
 _WEIGHT = "fp32"
 _TENSOR = 2  # the column of an item that says which tensor it is
-_STEPS = "global_steps"
+STEPS = "global_steps"
 _OPTIMIZER_FILE = "optimizer_state.pt"
 _OPTIMIZER_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
 _SCALER = "loss_scaler"
-_ADAM = frozenset({_STEP, "exp_avg", "exp_avg_sq"})  # the states that ZeRO 3 loads
+_ADAM = frozenset({STEP, "exp_avg", "exp_avg_sq"})  # the states that ZeRO 3 loads
 _DEEPSPEED_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "mp_world_size",
 })  # fmt: skip
 _MAX_NAME_BYTES = 255
-_MAX_STEP_BITS = 63
+_MAXSTEP_BITS = 63
 _LISTED = 4  # names in an error
 
 
@@ -58,7 +58,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     params = checkpoint.params
     weights = _weights(params, groups, checkpoint)
     source = flavor_named(checkpoint.flavor)
-    directory = (source.universal_directory if source is not None else "") or _directory(extra.get(_STEPS), checkpoint)
+    directory = (source.universal_directory if source is not None else "") or _directory(extra.get(STEPS), checkpoint)
     first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
     name_of = {tensor: name for name, tensor in weights.items()}
     shared: dict[Key, Value] = {
@@ -75,7 +75,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
             if isinstance(leaf, Tensor):
                 files.append(_file_of(leaf, state, TargetFile(path, files[0].data), casts, templates))
             else:
-                _add(files, path, leaf if state == _STEP else {"param": leaf, "cat_dim": 0}, casts)
+                _add(files, path, leaf if state == STEP else {"param": leaf, "cat_dim": 0}, casts)
     if checkpoint.optim is not None:
         _add(files, f"{directory}/zero/{_OPTIMIZER_FILE}", _optimizer_state(checkpoint.optim, groups, extra), casts)
         notes += _notes_on_groups(checkpoint.optim)
@@ -90,13 +90,13 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 def _directory(step: Value, checkpoint: Checkpoint) -> str:
     number = step if isinstance(step, int) and type(step) is int else 0
-    if number.bit_length() > _MAX_STEP_BITS:
+    if number.bit_length() > _MAXSTEP_BITS:
         raise SourceUnsupportedError(
             f"{checkpoint.source} was saved at an impossible step",
-            key=_STEPS,
-            expected=f"a number below 2^{_MAX_STEP_BITS}",
+            key=STEPS,
+            expected=f"a number below 2^{_MAXSTEP_BITS}",
             found=truncate(number),
-            why=f"a universal checkpoint's directory is named global_step<N>_universal: N is the extra {_STEPS}, or "
+            why=f"a universal checkpoint's directory is named global_step<N>_universal: N is the extra {STEPS}, or "
             "without it the optimizer's step",
             next_step="see the steps with fsdpckpt inspect, and save the checkpoint again with the right one",
         )
@@ -122,7 +122,7 @@ def _file_of(
     key = (state, tensor.shape, dtype.name, stride)
     first = templates.setdefault(key, file)
     if first is file:
-        lay_out_file(file, tensor if state == _STEP else {"param": tensor, "cat_dim": 0}, casts=casts)
+        lay_out_file(file, tensor if state == STEP else {"param": tensor, "cat_dim": 0}, casts=casts)
         return file
     items = first.item_columns[:]
     if items:
@@ -222,7 +222,7 @@ def _require_states(weights: Mapping[str, Tensor], states: Mapping[int | str, Ma
         f"{name}.{state}"
         for name, weight in weights.items()
         for state, leaf in states[name].items()
-        if state != _STEP and not (isinstance(leaf, Tensor) and leaf.shape == weight.shape)
+        if state != STEP and not (isinstance(leaf, Tensor) and leaf.shape == weight.shape)
     ]
     if uncut:
         raise SourceUnsupportedError(
@@ -267,7 +267,7 @@ def _module_states(
         "frozen_param_fragments": None,
         "lr_scheduler": None,
         "skipped_steps": 0,
-        _STEPS: 0,
+        STEPS: 0,
         "dp_world_size": 1,
         **other_extras,
         "mp_world_size": 1,
@@ -284,8 +284,8 @@ def _module_states(
 def _optimizer_state(optim: Optimizer, groups: Sequence[Sequence[str]], extra: Mapping[Key, Value]) -> dict[Key, Value]:
     """What all parameters share: the param groups, where ZeRO 1 and 2 and where ZeRO 3 look for them."""
     param_groups: list[Value] = [{**group, "params": [number]} for number, group in enumerate(optim.param_groups or ())]
-    steps = [optim.state[group[0]].get(_STEP) if group else None for group in groups]
-    states: dict[Key, Value] = {number: {_STEP: step} for number, step in enumerate(steps) if step is not None}
+    steps = [optim.state[group[0]].get(STEP) if group else None for group in groups]
+    states: dict[Key, Value] = {number: {STEP: step} for number, step in enumerate(steps) if step is not None}
     version = extra.get("ds_version")
     root: dict[Key, Value] = {key: extra[key] for key in _OPTIMIZER_KEYS if key in extra}
     scaler = _scaler(extra)

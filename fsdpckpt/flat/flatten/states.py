@@ -20,6 +20,7 @@ from fsdpckpt.flat.blocks import Quantized, require_aligned_slices
 from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.counters import STEP, is_counter
 from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
@@ -85,7 +86,7 @@ def _is_per_unit(state: str, tensors: Sequence[Tensor], params: Sequence[Paramet
     if any(tensor.shape not in ((), (1,)) for tensor in tensors):
         return False
     own_shapes = all(tensor.shape == param.shape for tensor, param in zip(tensors, params, strict=True))
-    return state == "step" or not own_shapes
+    return state == STEP or not own_shapes
 
 
 # Placements of states that were read from ranks' slices and are not in the shape of their parameter.
@@ -216,7 +217,7 @@ class FlatOptimizer:
         scales = parts_with(Role.SCALE, quantized_parts(states))
         entry: dict[str, Any] = dict(states)
         for item, leaf in states.items():
-            if not isinstance(leaf, Tensor) or not leaf.ndim:
+            if not isinstance(leaf, Tensor) or not leaf.ndim or is_counter(item, leaf):
                 continue
             dtype = self._casts.get(leaf, leaf.dtype)
             if item in scales:
