@@ -91,5 +91,9 @@ def refuse_unknown_numbers(maps: Sequence[LayoutMap], options: ConvertOptions) -
 
 def _given_number(name: str, text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
-        raise UsageError(f"{flags.map_value(f'{name}={text}')} is not a whole number of at least 1", found=text)
+        raise UsageError(
+            f"{flags.map_value(f'{name}={text}')} is not a whole number of at least 1",
+            found=text,
+            next_step=f"{flags.map_value(f'{name}=N')} with the number of the model",
+        )
     return int(text)

@@ -44,7 +44,8 @@ _MIRRORS = frozenset(
         *("master_param", "master_params", "master_weight", "fp32_param"),
     }
 )
-_SPANNING = frozenset({"prev_flat_grad", "old_dirs"})  # of LBFGS, which has them for its first parameter alone
+# Of LBFGS, which has them for its first parameter alone: until a gradient is not zero only the count.
+_SPANNING = frozenset({"prev_flat_grad", "old_dirs", "func_evals"})
 _FACTORS = frozenset({"row", "col", "r", "c"})  # words in the names of factored states
 _DOUBLED = "state1"
 _LOW_RANK_GROUP = "rank"
@@ -102,8 +103,8 @@ def mirrors(name: str) -> bool:
 
 
 def spanning_state(states: Mapping[str, Tensor | Value]) -> str | None:
-    """The name of a state that spans all parameters, joined in their order (``torch.optim.LBFGS``); None if there is
-    none.
+    """The name of a state that is one for all parameters, as vectors that join them in their order
+    (``torch.optim.LBFGS``); None if there is none.
     """
     return next((name for name in states if name in _SPANNING), None)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState, Note, Section
+from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.table import names_of
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
@@ -65,7 +66,9 @@ def apply_map(
     uses = {(use.rule.number, *use.words.items()): use for use in (*in_model.uses, *in_optim.uses)}
     sections = [section for section in (Section.MODEL, Section.OPTIM) if checkpoint.has(section)]
     rules = [use.rule for use in uses.values()]
-    require_used(layout_map, rules, names_of(checkpoint), checkpoint.source, sections)
+    names = names_of(checkpoint)
+    left_out = set(map(clean, shapes)).difference(names)
+    require_used(layout_map, rules, names, left_out, checkpoint.source, sections)
     model = _mapped_model(checkpoint.model, _by_source(in_model), work) if checkpoint.model is not None else None
     optim = mapped_optimizer(checkpoint.optim, _by_source(in_optim), work) if checkpoint.optim is not None else None
     times: dict[int, int] = {}

@@ -104,30 +104,38 @@ def _can_be_written(rule: MapRule, words: Mapping[str, str]) -> bool:
 
 
 def require_used(
-    layout_map: LayoutMap, used: Collection[MapRule], names: Collection[str], source: str, sections: Collection[Section]
+    layout_map: LayoutMap,
+    used: Collection[MapRule],
+    names: Collection[str],
+    left_out: Collection[str],
+    source: str,
+    sections: Collection[Section],
 ) -> None:
-    """Raises UsageError for a rule that applies to nothing. ``used``: those that apply; ``sections``: those that there
-    are.
+    """Raises UsageError for a rule that applies to nothing. ``used``: those that apply; ``left_out``: names of SRC that
+    are not selected; ``sections``: those that there are.
     """
     numbers = {rule.number for rule in used}
     unused = [
         rule
         for rule in layout_map.rules
-        if rule.number not in numbers and not rule.optional and (rule.section is None or rule.section in sections)
+        if rule.number not in numbers
+        and not rule.optional
+        and (rule.section is None or rule.section in sections)
+        and not any(any(_matches(rule, name)) for name in left_out)
     ]
     if not unused:
         return
     backwards = layout_map.inverse()
     fits_back = sum(any(_matches(rule, name)) for rule in backwards.rules for name in names)
-    meant = ""
+    next_step = to_copy("see the names", flags.command("inspect", source, flags.names_only))
     if fits_back > len(numbers):
-        meant = f"; did you mean {flags.inverse.off if layout_map.inverted else flags.inverse}?"
+        next_step = f"did you mean {flags.inverse.off if layout_map.inverted else flags.inverse}?"
     raise UsageError(
-        f"{layout_map.name} does not fit {source}: {plural(len(unused), 'rule')} of it match nothing",
+        f"{layout_map.name} does not fit {source}: {plural(len(unused), 'rule', 'fit')} no name",
         details=first_lines([str(rule) for rule in unused], _NAMES_IN_MESSAGE),
         file=layout_map.name,
-        why="it is a map of another model, or of the other direction" + meant,
-        next_step=to_copy("see the names", flags.command("inspect", source, flags.names_only)),
+        why="it is a map of another model, or of the other direction",
+        next_step=next_step,
     )
 
 

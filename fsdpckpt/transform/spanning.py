@@ -1,7 +1,7 @@
 """Refuses what would change the meaning of states that span all parameters of an optimizer, as LBFGS's.
 
-Such a vector joins the elements of all parameters in the order of the group. With fewer parameters, or in another
-order, it is that of no optimizer.
+It is one for all parameters: a count, or a vector that joins their elements in the order of the group. With fewer
+parameters, or in another order, it is that of no optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def refuse_spanning(checkpoint: Checkpoint, why: str) -> None:
         return
     key, state = found
     raise SourceUnsupportedError(
-        f"the state {state} of {key} joins the elements of all parameters of the optimizer, and cannot be divided",
+        f"the state {state} of {key} is one for all parameters of the optimizer, and cannot be divided",
         file=checkpoint.source,
         key=f"{key}.{state}",
         why=why,

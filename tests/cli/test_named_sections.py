@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,33 @@ def test_ids_keep_their_sizes(screen: Callable[..., str], two: Path) -> None:
     rows = [line.split()[:2] for line in screen("inspect", two).splitlines() if line.startswith("critic_opt.")]
     assert rows[0] == ["critic_opt.{0..5}.step", "x6"]
     assert ["critic_opt.{1..3}.{exp_avg,exp_avg_sq}", "x6"] in rows and len(rows) == 5
+
+
+@pytest.mark.parametrize("made", ["full", "dcp", "ranks", "flat"])
+def test_every_layout_shows_a_section_by_the_name_that_its_user_gave_it(
+    made: str, run: Run, two: Path, tmp_path: Path
+) -> None:
+    """A second model whose name begins like that of the first, as an average of its weights has it."""
+    content = torch.load(two)
+    content["generator_ema"] = {name: weight + 1 for name, weight in content["generator"].items()}
+    torch.save(content, tmp_path / "full")
+    options: dict[str, Any] = {
+        "dcp": {"container": "dcp", "to": "sharded"},
+        "ranks": {"container": "torch", "to": "sharded", "world_size": 2},
+        "flat": {"to": "flattened", "world_size": 2, "unit": ["none"], "use_orig_params": True},
+    }
+    if made != "full":
+        fsdpckpt.convert(tmp_path / "full", tmp_path / made, buffers=["none"], **options[made])
+    sections = json.loads(run("inspect", tmp_path / made, "--json").out)["sections"]
+    assert sections.keys() == {
+        "model:generator", "model:generator_ema", "model:critic", "optim:generator_opt", "optim:critic_opt"
+    }  # fmt: skip
+    for label, totals in sections.items():
+        keys = run("inspect", tmp_path / made, "--section", label, "--names-only").out.split()
+        assert len(keys) == totals["tensors"] and all(key.startswith(f"{label.partition(':')[2]}.") for key in keys)
+        shown = json.loads(run("inspect", tmp_path / made, "--section", label, "--json").out)["tensors"]
+        assert [each["key"] for each in shown] == keys and {each["section"] for each in shown} == {label}
+        rows = run("inspect", tmp_path / made, "--section", label).out
+        assert all(key in rows for key in keys)
+    refused = run("inspect", tmp_path / made, "--section", "model:generator_em")
+    assert refused.code == 2 and "did you mean --section model:generator_ema?" in refused.err

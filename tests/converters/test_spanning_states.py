@@ -69,7 +69,7 @@ def test_they_are_those_of_all_parameters_under_every_key(
 @pytest.mark.parametrize("options", [{"exclude": ["2.*"]}, {"exclude": [FIRST]}, {"include": ["1.*"]}])
 def test_no_parameter_is_taken_from_them(trained: dict[str, Path], key_type: str, options: Any, tmp_path: Path) -> None:
     """Dropped with the first parameter they would be lost, and without another they would be those of no optimizer."""
-    with pytest.raises(SourceUnsupportedError, match="joins the elements of all parameters"):
+    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
         fsdpckpt.convert(trained[key_type], tmp_path / "out.pt", **options)
     fsdpckpt.convert(trained[key_type], tmp_path / "model.pt", only="model", **options)
 
@@ -79,7 +79,7 @@ def test_no_parameter_is_taken_from_them(trained: dict[str, Path], key_type: str
 def test_they_are_not_cut_like_flat_parameters(
     trained: dict[str, Path], key_type: str, orig: bool, tmp_path: Path
 ) -> None:
-    with pytest.raises(SourceUnsupportedError, match="joins the elements of all parameters"):
+    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
         fsdpckpt.convert(
             trained[key_type], tmp_path / "out", to="flattened", world_size=2, unit=["none"], use_orig_params=orig
         )
@@ -88,5 +88,60 @@ def test_they_are_not_cut_like_flat_parameters(
 def test_their_order_is_that_of_the_optimizer(trained: dict[str, Path], tmp_path: Path) -> None:
     names = torch.load(trained["name"], weights_only=False)["optimizer"]["param_groups"][0]["params"]
     (tmp_path / "names").write_text("\n".join(reversed(names)))
-    with pytest.raises(SourceUnsupportedError, match="joins the elements of all parameters"):
+    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
         fsdpckpt.convert(trained["name"], tmp_path / "out.pt", key_type="id", parameters=tmp_path / "names")
+
+
+def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        result = model(torch.ones(2, 3)).pow(2).sum()
+        result.backward()
+        return result
+
+    return loss
+
+
+WAYS: dict[str, Any] = {
+    "rename": {"rename": ["0=first"]},
+    "prefix": {"add_prefix": "net."},
+    "only": {"only": "optim"},
+    "ranks": {"to": "sharded", "container": "torch", "world_size": 3, "buffers": ["none"]},
+    "dcp": {"to": "sharded", "world_size": 3},
+    "safetensors": {"container": "safetensors"},
+}
+
+
+@KEYS
+@pytest.mark.parametrize("way", WAYS)
+def test_the_next_steps_are_those_of_the_job(trained: dict[str, Path], key_type: str, way: str, tmp_path: Path) -> None:
+    made = tmp_path / ("made" if way in ("ranks", "dcp", "safetensors") else "made.pt")
+    fsdpckpt.convert(trained[key_type], made, **WAYS[way])
+    fsdpckpt.convert(made, tmp_path / "back.pt", to="full", key_type=None if way == "only" else "id")
+    if way == "only" and key_type == "name":
+        fsdpckpt.convert(made, tmp_path / "ids.pt", key_type="id", reference=trained["name"])
+        (tmp_path / "ids.pt").rename(tmp_path / "back.pt")
+    found, saved = (torch.load(path, weights_only=True) for path in (tmp_path / "back.pt", trained["id"]))
+    stepped: list[list[torch.Tensor]] = []
+    for states in (found.get("optimizer", found), saved["optimizer"]):
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        model.load_state_dict(saved["model"])
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        optimizer.load_state_dict(states)
+        optimizer.step(closure_of(model, optimizer))
+        stepped.append([param.detach() for param in model.parameters()])
+    assert all(map(identical, *stepped))
+    model.load_state_dict(dict(zip(saved["model"], list(found.get("model", saved["model"]).values()), strict=True)))
+
+
+@KEYS
+def test_a_count_alone_is_that_of_all_parameters(trained: dict[str, Path], key_type: str, tmp_path: Path) -> None:
+    """LBFGS has nothing else as long as every gradient is zero."""
+    content = torch.load(trained[key_type], weights_only=True)
+    (key,) = content["optimizer"]["state"]
+    content["optimizer"]["state"][key] = {"func_evals": 3, "n_iter": 0}
+    torch.save(content, tmp_path / "counts.pt")
+    fsdpckpt.convert(tmp_path / "counts.pt", tmp_path / "out.pt", key_type="id", missing_state="error")
+    assert torch.load(tmp_path / "out.pt")["optimizer"]["state"] == {0: {"func_evals": 3, "n_iter": 0}}
+    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
+        fsdpckpt.convert(tmp_path / "counts.pt", tmp_path / "less.pt", exclude=[FIRST])
