@@ -81,7 +81,31 @@ def lay_out(
     document = _SectionGroup(
         "", decision.container, decision.layout, transformed.checkpoint, paths, flattened_keys=flattened
     )
-    return _lay_out_document(document, transformed, decision, linkable)
+    output = _lay_out_document(document, transformed, decision, linkable)
+    output.notes += _moves(transformed.checkpoint, paths, decision)
+    return output
+
+
+def _moves(checkpoint: Checkpoint, paths: Mapping[Section, SectionPath], decision: Decision) -> list[Note]:
+    """A note on the main sections that are under other keys in a plain target than in the source, whose script would
+    look for them there. None on one that has a file of its own, or is all that is taken.
+    """
+    if decision.options.only is not None or not _share_a_document(decision):
+        return []
+    moves: list[str] = []
+    for section, nesting in checkpoint.origin.nesting.items():
+        keys = paths[section].keys if section in paths else ()
+        if checkpoint.has(section) and nesting and nesting != keys:
+            word = "model" if section is Section.MODEL else "optimizer"
+            moves.append(f"the {word} under {dotted(keys)} (SRC: {dotted(nesting)})")
+    return [Note("renamed", f"the target has {' and '.join(moves)}")] if moves else []
+
+
+def _share_a_document(decision: Decision) -> bool:
+    """Whether a plain target has all sections in one file or DCP directory, and their keys in it."""
+    return decision.container is Container.DCP or (
+        decision.container is Container.TORCH and decision.layout is Layout.FULL
+    )
 
 
 def _source_paths(checkpoint: Checkpoint, decision: Decision) -> tuple[Mapping[Section, SectionPath], bool]:
@@ -109,10 +133,7 @@ def _source_paths(checkpoint: Checkpoint, decision: Decision) -> tuple[Mapping[S
         stays = both_dcp and place is not None and not inside
         kept = path.keys and path.keys[0] in taken and place and _is_in_dicts(checkpoint.origin.nesting[section])
         moved[section] = replace(path, keys=place) if place is not None and (stays or kept) else path
-        shared = decision.container is Container.DCP or (
-            decision.container is Container.TORCH and decision.layout is Layout.FULL
-        )
-        if place is not None and not stays and not kept and shared:
+        if place is not None and not stays and not kept and _share_a_document(decision):
             for extra in extras:
                 _require_free(checkpoint, section, path.keys, extra)
     by_name = checkpoint.optim is not None and checkpoint.optim.key_type != "id"
