@@ -35,7 +35,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.text import plural
-from tests.makers import GOLDEN, Change, Make, cut, dcp_of, lose, move
+from tests.makers import GOLDEN, Change, Make, cut, dcp_of, lose, move, put
 from tests.readers.contents import held, opened, raw, same_values
 from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unrecognised, unsafe, unsupported
@@ -577,6 +577,11 @@ def no_archive(directory: Path) -> None:
         file.write(random.Random(3).randbytes(place.length))
 
 
+def scrambled(name: str) -> Change:
+    """As many bytes, and others."""
+    return lambda directory: put(name, random.Random(3).randbytes((directory / name).stat().st_size))(directory)
+
+
 def storage_of(directory: Path) -> list[tuple[Any, Any]]:
     return list(FileSystemReader(directory).read_metadata().storage_data.items())
 
@@ -670,6 +675,8 @@ REFUSALS = (
     ),
     corrupt("an item that is no archive", played(1, no_archive, state=W_AND_V), "the item of model.v is not a torch",
             about={"key": "model.v", "file": f"DIR/{DATA_0}"}),
+    corrupt("a value that is no archive", file_of_a_value(scrambled), "the item of seen is not a torch archive",
+            about={"key": "seen"}),
     corrupt("data files of another save", played(1, overwritten, state=W_AND_V)),
     corrupt("another dtype", played(1, metadata(other_dtype), state=W_AND_V), "holds float32 (9, 9), not int32 (9, 9)"),
     unsupported("transformed items", transformed, "stream.shout/1"),
