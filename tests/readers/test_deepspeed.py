@@ -320,6 +320,11 @@ def after_steps(form: Callable[[int], Any]) -> Callable[[dict[str, Any]], object
     )
 
 
+def frozen(**other: Any) -> Callable[[dict[str, Any]], object]:
+    """The first rank has another fragment, or shape, of the frozen parameter."""
+    return lambda made: [made[MODEL_0][f"frozen_param_{field}"].update(f=value) for field, value in other.items()]
+
+
 def swapped_out(states: dict[str, Any], _: int) -> None:
     """What DeepSpeed 0.19's code saves of an optimizer on NVMe: empty flat tensors (not run with the library)."""
     states["fp32_flat_groups"] = [torch.zeros(0)]
@@ -407,6 +412,15 @@ REFUSALS = (
         "files of more ranks than an earlier DeepSpeed recorded",
         old_files(2, lambda made: made[MODEL].update(dp_world_size=1)),
         f"- saved by 1 rank: {OPTIM_0}, {MODEL}\n  - saved by more ranks: {OPTIM_1}\n",
+    ),
+    *(
+        corrupt(f"a frozen parameter that is {name}", old_files(3, frozen(**other)), what)
+        for name, what, other in (
+            ("a matrix", "parameter f is not a flat tensor with a shape", {"fragments": torch.ones(1, 1)}),
+            ("a number", "parameter f is not a flat tensor with a shape", {"fragments": 3}),
+            ("of no shape", "parameter f is not a flat tensor with a shape", {"shapes": None}),
+            ("too large", "f does not fit into the flat tensors, which have [1] elements", {"shapes": [3, 7]}),
+        )
     ),
     *(
         corrupt(
