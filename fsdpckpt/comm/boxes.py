@@ -123,11 +123,19 @@ def mesh_boxes(
     key: str,
 ) -> tuple[layouts.LocalBox, ...]:
     """The boxes of a tensor of ``shape`` that this rank holds on ``mesh``; none if it is not on the mesh."""
-    coordinate = mesh.get_coordinate()
+    coordinate = coordinate_in_groups(mesh)
     ir_placements = [_placement(placement, len(shape), key) for placement in placements]
     if coordinate is None:
         return ()
     return layouts.local_boxes(shape, tuple(mesh.mesh.shape), ir_placements, coordinate, order)
+
+
+def coordinate_in_groups(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """This rank's place in each process group of ``mesh``, which says what it holds; None if it is not on the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    return layouts.group_coordinate(coordinate, tuple(mesh.mesh.shape), mesh.mesh.flatten().tolist())
 
 
 def _placement(placement: Placement, dimensions: int, key: str) -> ir.Placement:

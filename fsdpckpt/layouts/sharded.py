@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.placements import MeshShape, Placement, Replicate, Shard, Sharding, StridedShard
-from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, first_equal
+from fsdpckpt.ir.tensors import Box, Int64Array, Tensor, contiguous_stride, first_equal
 
 _Runs: TypeAlias = tuple[tuple[int, int], ...]  # (global start, length) one after the other in the local tensor
 
@@ -319,6 +319,23 @@ def shard_order_of(
         place = factors.index(factor) if first_of_equals else len(dims) - factors[::-1].index(factor)
         dims.insert(place, mesh_dim)
     return {dim: tuple(mesh_dims) for dim, mesh_dims in order.items()}
+
+
+def group_coordinate(coordinate: Sequence[int], mesh: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate that the rank at ``coordinate`` has in the process groups of its mesh, one for each dimension.
+
+    A mesh may list its ``ranks`` (row-major) in any order, as ``DeviceMesh("cpu", [2, 0, 3, 1])`` does, but torch sorts
+    those of a process group. ``fully_shard``, ``distribute_tensor`` and ``full_tensor`` go by the group: rank 2 has the
+    third shard there, and not the first.
+    """
+    strides = contiguous_stride(mesh)
+    at = sum(map(mul, coordinate, strides))
+    places = []
+    for index, extent, stride in zip(coordinate, mesh, strides, strict=True):
+        first = at - index * stride
+        group = ranks[first : first + extent * stride : stride]
+        places.append(sum(other < ranks[at] for other in group))
+    return tuple(places)
 
 
 def local_boxes(

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from fsdpckpt import flags
-from fsdpckpt.comm.boxes import held_boxes
+from fsdpckpt.comm.boxes import coordinate_in_groups, held_boxes
 from fsdpckpt.comm.dtensor import DTensor, StridedShard, compute_local_shape_and_global_offset
 from fsdpckpt.errors import InternalError, SourceError, StateDictMismatchError, UsageError
 from fsdpckpt.execute.read_check import ReadCheck
@@ -274,13 +275,18 @@ def _misplaced(planner: LoadPlanner, entries: Entries) -> dict[str, list[BoxToRe
 
     If FSDP2 and tensor parallelism cut one dimension and rows do not divide evenly, the boxes that
     ``compute_local_shape_and_global_offset`` computes for the plan are wrong (torch 2.13): another part of the tensor,
-    or more elements than the local tensor has.
+    or more elements than the local tensor has. On a mesh that does not list its ranks in ascending order they are those
+    of another rank.
     """
     boxes: dict[str, list[BoxToRead]] = {}
+    in_order: dict[DeviceMesh, bool] = {}
     for key, value in getattr(planner, "state_dict", {}).items():
         if not isinstance(value, DTensor) or key not in entries.values:
             continue
-        if not any(type(placement) is StridedShard for placement in value.placements):
+        mesh = value.device_mesh
+        if mesh not in in_order:
+            in_order[mesh] = coordinate_in_groups(mesh) in (None, tuple(mesh.get_coordinate() or ()))
+        if in_order[mesh] and not any(type(placement) is StridedShard for placement in value.placements):
             continue
         size, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         computed = [Box(tuple(offset), tuple(size))] if prod(size) else []

@@ -18,6 +18,7 @@ import numpy as np
 from fsdpckpt.errors import damaged
 from fsdpckpt.formats.pickle import StubInstance, arguments_of
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.layouts import group_coordinate
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.text import truncate
 
@@ -28,7 +29,8 @@ MAX_RANKS = 1 << 20  # more than any job has: a larger mesh is damaged, and not 
 class Mesh:
     """A device mesh from one rank's file. ``ranks``: all of its ranks, row-major, empty if not recorded.
 
-    ``coordinate``: that of the saving rank, None if it was outside. ``rank``: the saving rank, None if not recorded.
+    ``coordinate``: that of the saving rank in the process groups of the mesh, which say what shard it has, None if it
+    was outside. ``rank``: the saving rank, None if not recorded.
     ``world``: the ranks of the mesh that this one was cut from (of itself if it was not). ``device``: the type of its
     devices, "" if not recorded. ``names``: its ``mesh_dim_names``, None without any. ``nesting``: its
     dimensions from outermost to innermost, in the order of ``init_device_mesh``; None if no order of them counts its
@@ -147,6 +149,7 @@ class MeshParser(FileParser):
                 what = f"the mesh has a different rank at {coordinate}"
                 self._corrupt(key, what, f"rank {rank}", f"rank {rank_there}")
             rank = rank_there
+            coordinate = group_coordinate(coordinate, shape, ranks)
         if root is not None:
             world = root.world
         device = attributes.get("_device_type", attributes.get("device_type"))

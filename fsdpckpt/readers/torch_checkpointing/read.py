@@ -24,6 +24,7 @@ from fsdpckpt.ir.checkpoint import Checksums, Container, Evidence, EvidenceKind,
 from fsdpckpt.ir.placements import MeshShape, Replicate, Sharded
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Value, equal, find_value
+from fsdpckpt.layouts import group_coordinate
 from fsdpckpt.producers.torch_checkpointing import METADATA
 from fsdpckpt.readers.protocol import FileTable, PartContents, dotted
 from fsdpckpt.readers.side_files import section_of_name
@@ -232,8 +233,9 @@ def _of_boxes(cut: AsBoxes, rank: int, local: StoredTensor, key: str, file: str)
 
 def _mesh(cut: OnMesh, rank: int) -> Mesh:
     spec = cut.mesh
-    inside = rank in spec.ranks
-    coordinate = MeshShape(spec.shape).coordinate(spec.ranks.index(rank)) if inside else None
+    coordinate = None
+    if rank in spec.ranks:
+        coordinate = group_coordinate(MeshShape(spec.shape).coordinate(spec.ranks.index(rank)), spec.shape, spec.ranks)
     nesting = nesting_of(spec.shape, spec.ranks, spec.names or (), ())
     return Mesh(spec.shape, spec.ranks, coordinate, rank, spec.ranks, spec.device, spec.names, nesting)
 
