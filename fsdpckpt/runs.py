@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpckpt import flags
@@ -26,6 +26,7 @@ from fsdpckpt.text import natural, some_of
 from fsdpckpt.worker import convert
 
 _SHOWN = 8  # names in a message
+_ALIKE = 3  # checkpoints that are refused in the same words before it is said once
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +58,55 @@ def convert_each(
     run: str, out: str, each: EachOptions, options: ConvertOptions, launch: LaunchOptions, progress: Progress
 ) -> Iterator[Attempt]:
     """Convert the checkpoints of ``run`` that ``each`` selects, in the natural order of their names, to directories or
-    files of the same names in ``out``. With ``watch`` it does not end: it looks for new ones again and again.
+    files of the same names in ``out``. With ``watch`` it does not end: it looks for new ones again and again, and an
+    error that stays the same is no second attempt.
 
-    Raises SourceMissingError if none matches (not with ``watch``), UsageError for an option that no checkpoint can be
-    converted with, WorkerError, InterruptedRunError. Other errors are in the attempts.
+    Raises SourceMissingError if none matches (not with ``watch``), UsageError for an option with which none, or none of
+    the first three, can be converted, WorkerError, InterruptedRunError. Other errors are in the attempts.
     """
     glob = _require_glob(each)
     if not is_url(run) and not is_url(out):
         require_outside(out, run)
     if options.resume is None and not options.overwrite:
         options = replace(options, resume=True)  # what is there and complete is compared, and accepted
-    converted: set[str] = set()
+    done: set[str] = set()
+    said: dict[str, str] = {}  # the errors of those that are tried again
+    refused: list[Attempt] = []  # those that come first, as long as the command may be wrong for all
+    command_fits = False
     while True:
-        names = [name for name in find_checkpoints(run, glob, each.newer_than) if name not in converted]
+        names = [name for name in find_checkpoints(run, glob, each.newer_than) if name not in done]
         if not names and each.watch is None:
             raise _no_match_error(run, glob, each.newer_than)
         for name in names:
-            attempt = _attempt(run, out, name, options, launch, progress, first=not converted)
+            attempt = _attempt(run, out, name, options, launch, progress)
+            error = attempt.error
             # One that is incomplete may be of a save that is under way: with --watch it is tried again.
-            if not isinstance(attempt.error, SourceError):
-                converted.add(name)
-            yield attempt
+            again = error is not None and (isinstance(error, SourceError) or error.retryable)
+            if not again:
+                done.add(name)
+            if isinstance(error, UsageError) and not command_fits:
+                refused.append(attempt)
+                _require_that_command_fits(refused)
+                continue
+            command_fits = command_fits or not isinstance(error, SourceError)
+            if command_fits:
+                yield from refused
+                refused.clear()
+            if error is None or said.get(name) != str(error):
+                yield attempt
+            said[name] = str(error)
+        if refused and refused[0].error is not None:
+            raise refused[0].error
         if each.watch is None:
             return
         time.sleep(each.watch)
+
+
+def _require_that_command_fits(refused: Sequence[Attempt]) -> None:
+    """Raises UsageError if the first checkpoints are all refused in the same words: the command is wrong, for all."""
+    first, errors = refused[0].error, {str(attempt.error) for attempt in refused}
+    if first is not None and len(refused) == _ALIKE and len(errors) == 1:
+        raise first
 
 
 def find_checkpoints(run: str, glob: str, newer_than: str | None) -> list[str]:
@@ -127,7 +153,7 @@ def _matching(run: str, above: tuple[str, str], glob: str, sources: Sources) -> 
 
 
 def _attempt(
-    run: str, out: str, name: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress, *, first: bool
+    run: str, out: str, name: str, options: ConvertOptions, launch: LaunchOptions, progress: Progress
 ) -> Attempt:
     source, target = f"{run.rstrip('/')}/{name}", f"{out.rstrip('/')}/{name}"
     try:
@@ -135,8 +161,6 @@ def _attempt(
     except (InterruptedRunError, WorkerError):
         raise
     except FsdpckptError as error:
-        if isinstance(error, UsageError) and first:  # it is the command that is wrong, for all of them
-            raise
         return Attempt(name, target, error=error)
     except OSError as error:  # a link to itself, a directory that may not be read
         what = f"{source}: {error.strerror or error}"

@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.errors import error_lines, ignore_signals
+from fsdpckpt.cli.errors import Interruption, error_lines, ignore_signals, show_ended
 from fsdpckpt.cli.output import wrapped
 from fsdpckpt.errors import (
+    FsdpckptError,
     FsdpckptWarning,
     SourceCorruptError,
     SourceIncompleteError,
@@ -106,25 +107,40 @@ def _convert_each(
     from fsdpckpt.runs import convert_each
 
     attempts: list[Attempt] = []
+
+    def document() -> dict[str, object]:
+        return {"source": run, "target": out, "checkpoints": [attempt.to_json() for attempt in attempts]}
+
+    def convert_all() -> None:
+        with output.progress() as progress:
+            for attempt in convert_each(run, out, each, options, launch, progress):
+                attempts.append(attempt)
+                show(attempt)
+
     warned: set[str] = set()
-    with output.progress() as progress:
-        for attempt in convert_each(run, out, each, options, launch, progress):
-            attempts.append(attempt)
-            if attempt.error is not None:
-                output.error(error_lines(attempt.error))
-            for warning in fold_notes(attempt.report.warnings if attempt.report is not None else ()):
-                if warning not in warned:  # mostly all checkpoints of a run have the same
-                    output.warning(warning)
-                warned.add(warning)
-            if not output.quiet:
-                output.data([_attempt_text(attempt)])
+
+    def show(attempt: Attempt) -> None:
+        if attempt.error is not None:
+            output.error(error_lines(attempt.error))
+        for warning in fold_notes(attempt.report.warnings if attempt.report is not None else ()):
+            if warning not in warned:  # mostly all checkpoints of a run have the same
+                output.warning(warning)
+            warned.add(warning)
+        if not output.quiet:
+            output.data([_attempt_text(attempt)])
+
+    try:
+        convert_all()
+    except (KeyboardInterrupt, Interruption, FsdpckptError) as error:
+        if not attempts:
+            raise
+        # What was done until then is not lost: with --watch nothing but an interruption ends the command.
+        return show_ended(output, error, document(), "each")
     failed = sum(attempt.error is not None for attempt in attempts)
-    output.document(
-        lambda: {"source": run, "target": out, "checkpoints": [each.to_json() for each in attempts]}, "each"
-    )
+    output.document(document, "each")
     if not output.quiet:
         done = f"{len(attempts) - failed} of {plural(len(attempts), 'checkpoint')}"
-        planned = "can be converted" if options.dry_run else f"are in {out}"
+        planned = "can be converted" if options.dry_run else f"{'is' if len(attempts) == 1 else 'are'} in {out}"
         output.data([f"{done} {planned}" + (f", {failed} failed" if failed else "")])
     return max((attempt.exit_code for attempt in attempts), default=0)
 

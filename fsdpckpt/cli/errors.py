@@ -84,10 +84,17 @@ def guarded(output: Streams, body: Callable[[], int]) -> int:
     try:
         return body()
     except (KeyboardInterrupt, Interruption) as error:
-        ignore_signals()
-        return show_error(output, _interruption_error(error))
+        return show_ended(output, error, {}, "error")
     except Exception as error:  # noqa: BLE001  # the boundary: one of the program's two broad excepts
         return show_error(output, error)
+
+
+def show_ended(output: Streams, raised: BaseException, document: Mapping[str, object], schema: str) -> int:
+    """Show ``document``, what a command had done when ``raised`` ended it, with the error, and return its exit code."""
+    if isinstance(raised, (KeyboardInterrupt, Interruption)):
+        ignore_signals()
+        raised = _interruption_error(raised)
+    return show_error(output, raised, document, schema)
 
 
 def _interruption_error(error: BaseException) -> InterruptedRunError:

@@ -336,8 +336,8 @@ def target_differs(path: str) -> TargetExistsError:
     return TargetExistsError(
         f"{path} already exists, and is not what this command writes",
         file=path,
-        why=f"{flags.resume} continues an interrupted run of the same command, and this was written by a different "
-        "command",
+        why=f"{flags.resume} accepts what the same command wrote: a different command wrote this, or the files of SRC "
+        "have changed since",
         next_step=f"give another DST, or add {flags.overwrite} to replace it once the new one is complete",
     )
 

@@ -13,7 +13,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt import runs
-from fsdpckpt.errors import SourceMissingError, UsageError
+from fsdpckpt.errors import SourceMissingError, TargetUnwritableError, UsageError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import NO_PROGRESS
 from tests.cli.conftest import Run
@@ -173,3 +173,77 @@ def test_a_run_that_is_a_file_or_is_not_there_is_said(run_of_three: Path, tmp_pa
     for name, what in (("step-900/model.pt", "is a file"), ("gone", "does not exist")):
         with pytest.raises(SourceMissingError, match=f"{name} {what}"):
             fsdpckpt.convert_each(run_of_three / name, tmp_path / "out", "*", to="full")
+
+
+def test_one_of_another_kind_does_not_stop_the_others_even_if_it_comes_first(tmp_path: Path, run: Run) -> None:
+    for number in range(4):
+        torch.manual_seed(number)
+        torch.save({"model": {"weight": torch.randn(5, 3)}}, tmp_path / "full.pt")
+        options = {"to": "sharded", "world_size": 2} if number else {"to": "full", "container": "torch"}
+        fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "run" / f"step-{number}", **options)
+    done = run("convert", str(tmp_path / "run"), str(tmp_path / "out"), "--each", "step-*", "--world-size", "3")
+    assert done.code == 2
+    assert [line.partition(":")[0] for line in done.out.splitlines()[:4]] == [f"step-{n}" for n in range(4)]
+    assert done.out.splitlines()[0] == "step-0: failed" and "3 of 4 checkpoints are in" in done.out
+    assert "--world-size applies only to sharded targets" in done.err
+
+
+def test_a_command_that_is_wrong_for_the_first_three_is_not_tried_on_all(
+    run_of_three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        (run_of_three / f"step-{number}").mkdir()
+        torch.save({"weight": torch.randn(5, 3)}, run_of_three / f"step-{number}" / "model.pt")
+    tried: list[str] = []
+    convert = runs.convert
+
+    def counted(source: str, *arguments: Any) -> Any:
+        tried.append(source)
+        return convert(source, *arguments)
+
+    monkeypatch.setattr(runs, "convert", counted)
+    with pytest.raises(UsageError, match="applies only to sharded targets"):
+        fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", world_size=3)
+    assert len(tried) == 3
+
+
+def test_an_error_that_stays_is_said_once_and_what_may_pass_is_tried_again(
+    run_of_three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[float] = []
+    convert = runs.convert
+
+    def with_a_store_that_sleeps(source: str, *arguments: Any) -> Any:
+        if source.endswith(STEPS[0]) and len(passes) < 2:
+            raise TargetUnwritableError("the store did not answer", retryable=True)
+        return convert(source, *arguments)
+
+    monkeypatch.setattr(runs, "convert", with_a_store_that_sleeps)
+    monkeypatch.setattr(time, "sleep", passes.append)
+    attempts = runs.convert_each(
+        str(run_of_three), str(tmp_path / "out"), EachOptions(each="step-*", watch=1.0), ConvertOptions.of(to="full"),
+        LaunchOptions(), NO_PROGRESS,
+    )  # fmt: skip
+    found = [(attempt.name, attempt.exit_code) for attempt in islice(attempts, 4)]
+    assert found == [("step-900", 5), ("step-1000", 3), ("step-1100", 0), ("step-900", 0)]
+    assert len(passes) == 2
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interruption_does_not_lose_what_was_done(
+    run_of_three: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, *, as_json: bool
+) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    monkeypatch.setattr("fsdpckpt.cli.errors.ignore_signals", lambda: None)
+    command = ("convert", str(run_of_three), str(tmp_path / "out"), "--each", "step-*", "--to", "full", "--watch", "1")
+    done = run(*command, *(["--json"] if as_json else []))
+    assert done.code == 130 and "interrupted" in done.err
+    if as_json:
+        document: Any = checked(done.out)
+        assert document["error"]["exit_code"] == 130
+        assert [each["error"] is None for each in document["checkpoints"]] == [True, False, True]
+    else:
+        assert [line.split(":")[0] for line in done.out.splitlines()] == list(STEPS)
