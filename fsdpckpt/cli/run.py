@@ -36,7 +36,9 @@ def _lines(run: Run, columns: int | None) -> Iterator[Line]:
     title = f"{run.source}: {plural(len(run.checkpoints), 'checkpoint')}"
     yield from wrapped(f"{title} ({', '.join(common.values())})" if common else title, columns)
     has_steps = any(each.step is not None for each in run.checkpoints)
-    fields = [field for field in next(iter(rows.values())) if field not in common and (has_steps or field != "step")]
+    fields = [field for field in next(iter(rows.values())) if field not in common]
+    if not has_steps:
+        fields = [field for field in fields if field != "step"]
     cells: list[Sequence[Cell]] = [fields]
     for name, row in rows.items():
         cells.append([Name(name) if field == "checkpoint" else row[field] for field in fields])

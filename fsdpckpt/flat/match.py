@@ -334,7 +334,8 @@ class _Matching:
         named = all(group.names() for group in optim.groups or ())
         known = named or self.units.of_one_optimizer or self._lists_all(optim)
         shares = self.checkpoint.beside and not known
-        names = self._share(optim) if shares else self._groups([len(listed) for listed in ids], optim.groups or ())
+        sizes = list(map(len, ids))
+        names = self._share(optim) if shares else self._groups(sizes, optim.groups or ())
         if isinstance(names, str):
             yield names
             return

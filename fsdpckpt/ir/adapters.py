@@ -41,7 +41,8 @@ def is_adapter(names: Collection[str]) -> bool:
     the name of the adapter behind what PEFT adds.
     """
     words = [name.split(".") for name in names]
-    if not words or not all(name.startswith(_PEFT_MODEL) for name in names) or any(_REPLACED in each for each in words):
+    of_peft = bool(words) and all(name.startswith(_PEFT_MODEL) for name in names)
+    if not of_peft or any(_REPLACED in each for each in words):
         return False
     last = [each[-2:] for each in words]
     return any(_ADDED.fullmatch(word) for pair in last for word in pair)

@@ -163,7 +163,10 @@ def _depth(fields: Mapping[str, object], shapes: _Shapes) -> Iterator[Disagreeme
     more = fields.get("num_nextn_predict_layers")  # of DeepSeek: they are numbered after the others
     for field in _DEPTH:
         stated = fields.get(field)
-        if type(stated) is int and len(numbers) not in (stated, stated + (more if type(more) is int else 0)):
+        if type(stated) is not int:
+            continue
+        with_more = stated + more if type(more) is int else stated
+        if len(numbers) not in (stated, with_more):
             certain = len(numbers) < stated and not used_again
             name = next(iter(numbers.values()))
             yield Disagreement(field, stated, len(numbers), f"the number of {stack}", name, certain, counts_layers=True)

@@ -74,7 +74,9 @@ class Parameters:
             value = in_model.get(name, ABSENT)
             kind = parameter if name in parameters else _kind(value)
             rows.append(Row(name, value, kind))
-        return cls(tuple(rows), len(in_model) if model is not None else None, model.metadata if model else None)
+        if model is None:
+            return cls(tuple(rows), None, None)
+        return cls(tuple(rows), len(in_model), model.metadata)
 
     def by_name(self) -> dict[str, RowNumber]:
         return {parameter.name: row for row, parameter in enumerate(self.rows)}

@@ -66,11 +66,11 @@ class Table:
             for member, (_, name) in zip(group.members or (), words or (), strict=False):
                 if isinstance(optim.keys[member], int):
                     rows[member] = row_of[name]
-        words_of = tuple(
-            None if words is None else tuple(Word(text, row_of[name], name) for text, name in words) for words in listed
-        )
+        words_of: list[tuple[Word, ...] | None] = []
+        for words in listed:
+            words_of.append(None if words is None else tuple(Word(text, row_of[name], name) for text, name in words))
         users = [entry.key for entry in optim.entries if by_name and isinstance(entry.key, str)]
-        return cls(parameters, optim, tuple(rows), words_of, {key: row_of[key] for key in users})
+        return cls(parameters, optim, tuple(rows), tuple(words_of), {key: row_of[key] for key in users})
 
     def names(self) -> list[str]:
         """Every name, the model's first."""

@@ -177,7 +177,8 @@ def _require_complete(use: Use, most: int, source: str) -> None:
 def _stated_count(rule: MapRule) -> int:
     """How many tensors a pattern says that the rule stacks: eight for ``{rank*8+expert}``; 0 if none says it."""
     computed = [pattern.computed.get(rule.stacked or "") for pattern in rule.sources]
-    return max((place.times for place in computed if place is not None and place.names[-1] == rule.stacked), default=0)
+    stacked = [place for place in computed if place is not None and place.names[-1] == rule.stacked]
+    return max((place.times for place in stacked), default=0)
 
 
 def _source_name(pattern: Pattern, words: Mapping[str, str], place: str | None, number: int | None) -> str:

@@ -116,7 +116,7 @@ def _mapped_states(optim: Optimizer, use: Use, work: Work) -> Iterator[tuple[Par
     made: dict[str, States] = {target: {} for target in targets}
     first = next(iter(entries.values()))
     for member, entry in entries.items():
-        for odd in (*(key for key in first if key not in entry), *(key for key in entry if key not in first)):
+        for odd in (key for key in (*first, *entry) if key not in first or key not in entry):
             has, lacks = (next(iter(entries)), member) if odd in first else (member, next(iter(entries)))
             raise work.refuse_state(use.sources[has], odd, f"{use.sources[lacks]} has no such state", use)
     for state in first:

@@ -233,7 +233,8 @@ def _names_without_parameter(model: ModelState, optim: Optimizer) -> tuple[list[
     if not missing or any(_FLAT in name for name in (*model.params, *named)):
         return [], named
     ends = {end for name in params for end in _suffixes(name)}
-    missing = [name for name in missing if clean(name) not in ends and params.isdisjoint(_suffixes(clean(name)))]
+    cleaned = {name: clean(name) for name in missing}
+    missing = [name for name, plain in cleaned.items() if plain not in ends and params.isdisjoint(_suffixes(plain))]
     return missing, named
 
 

@@ -77,8 +77,9 @@ def _with_tied(
     wrong = _lists_that_do_not_fit(checkpoint, path, groups)
     if wrong:
         return checkpoint.with_problems(*wrong)
-    names = _member_names(checkpoint)
-    pairs = _pairs(names, groups, checkpoint.model) if names is not None and checkpoint.model is not None else None
+    names, pairs = _member_names(checkpoint), None
+    if names is not None and checkpoint.model is not None:
+        pairs = _pairs(names, groups, checkpoint.model)
     if pairs is None:
         copies = {name: leaf for name, leaf in _trained(checkpoint) if leaf.dtype.name != _MASTER_DTYPE}
         return _tied_by_value(checkpoint, path, groups, copies, sources) or _with_untied(checkpoint, dotted(path))

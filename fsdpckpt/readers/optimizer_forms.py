@@ -43,8 +43,12 @@ def is_nested(value: Mapping[Key, object]) -> bool:
     if not isinstance(state, dict) or not all(isinstance(key, (int, str)) for key in state):
         return False
     loose = [key for key, entry in state.items() if not _is_entry(entry)]
-    listed = {key for group in groups if loose for key in group_params(group) or ()}
-    return not loose or (len(loose) < len(state) and all(isinstance(key, str) and key not in listed for key in loose))
+    if not loose:
+        return True
+    # A user's own entries, beside those of parameters: no group lists them.
+    listed = {key for group in groups for key in group_params(group) or ()}
+    of_user = all(isinstance(key, str) and key not in listed for key in loose)
+    return of_user and len(loose) < len(state)
 
 
 def is_optimizer(value: Mapping[Key, object]) -> bool:

@@ -295,7 +295,9 @@ def _candidates(root: dict[Key, Value], optimizers: list[KeyPath]) -> dict[KeyPa
 
 def _without_optimizer(root: dict[Key, Value], sections: Sections) -> dict[Key, Value]:
     keys = sections.optim_keys
-    return root if keys is None else like(root, {key: value for key, value in root.items() if key not in keys})
+    if keys is None:
+        return root
+    return like(root, {key: value for key, value in root.items() if key not in keys})
 
 
 def _take_model(root: dict[Key, Value], path: KeyPath, sections: Sections, *, nested: bool) -> None:

@@ -57,9 +57,8 @@ def require_all_numbers(paths: Sequence[str], *, more: Iterable[str] = ()) -> No
         name = numbered(file_name(path))
         if name is not None:
             sets.setdefault((name.stem, name.total, name.suffix), set()).add(name.number)
-    impossible = [
-        path for path in paths if (name := numbered(file_name(path))) is not None and not 1 <= name.number <= name.total
-    ]
+    by_path = {path: numbered(file_name(path)) for path in paths}
+    impossible = [path for path, name in by_path.items() if name is not None and not 1 <= name.number <= name.total]
     if impossible:
         raise SourceCorruptError(
             f"{plural(len(impossible), 'shard', 'have')} a number that the total in the name does not allow",
@@ -144,7 +143,8 @@ def open_index(path: str, sources: Sources) -> ShardIndex:
     """
     weight_map, metadata = _read(path, sources)
     directory = path[: -len(file_name(path))]
-    present = {entry.name for entry in sources.list_directory(directory.rstrip("/") or ("/" if directory else "."))}
+    listed = directory.rstrip("/") or ("/" if directory else ".")
+    present = {entry.name for entry in sources.list_directory(listed)}
     shards = set(weight_map.values())
     missing = sorted(shards - present)
     if missing:
@@ -157,9 +157,11 @@ def open_index(path: str, sources: Sources) -> ShardIndex:
             file=path,
         )
     stems = {(name.stem, name.suffix) for shard in shards if (name := numbered(shard)) is not None}
-    others = sorted(
-        each for each in present - shards if (name := numbered(each)) is not None and (name.stem, name.suffix) in stems
-    )
+    others: list[str] = []
+    for each in sorted(present - shards):
+        name = numbered(each)
+        if name is not None and (name.stem, name.suffix) in stems:
+            others.append(each)
     notes: tuple[Note, ...] = ()
     if others:
         message = f"{plural(len(others), 'shard', 'belong')} to another save: {some_of(others, 5)}"

@@ -185,7 +185,7 @@ def side_files(
     copied.add({target_name: files[name] for target_name, name in chosen.items()}, checkpoint.files)
     used = {name.partition("/")[0] for name in chosen.values()}
     hidden = [name for name in sorted(entries) if name.startswith(".") and not _is_state(entries[name], source, set())]
-    left_out = [*(name for name in beside if name not in used), *(name for name in hidden if name not in used)]
+    left_out = [name for name in (*beside, *hidden) if name not in used]
     copied.left_out.update(entries[name].path for name in left_out)
     if left_out:
         copied.notes.append(_note("not-carried", f"not copied from {checkpoint.origin.directory}", left_out))

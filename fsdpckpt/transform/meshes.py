@@ -32,7 +32,8 @@ def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
     """
     shardings = (tensor.sharding for tensor in checkpoint.leaves())
     meshes = dict.fromkeys(sharding.mesh for sharding in shardings if sharding is not None)
-    return [mesh for mesh in meshes if not any(mesh != other and is_submesh(mesh, other) for other in meshes)]
+    submeshes = {mesh for mesh in meshes for other in meshes if mesh != other and is_submesh(mesh, other)}
+    return [mesh for mesh in meshes if mesh not in submeshes]
 
 
 def whole_of(mesh: MeshShape, meshes: Iterable[MeshShape]) -> MeshShape | None:
@@ -83,11 +84,15 @@ def find_resized(
         start = {mesh: _without_replicas(mesh, dim, meshes[mesh]) for mesh, dim in shard_dims.items()}
     other_ranks = {mesh: _other_ranks(start[mesh], dim) for mesh, dim in shard_dims.items() if dim is not None}
     undetermined = [mesh for mesh in meshes if mesh not in other_ranks]
-    misfits = [(mesh, dim) for mesh, dim in shard_dims.items() if dim is not None and world_size % other_ranks[mesh]]
-    fitting = {
-        mesh: _fitting_meshes(start[mesh], dim, world_size) if dim is not None else _with_one_changed(mesh, world_size)
-        for mesh, dim in shard_dims.items()
-    }
+    misfits: list[tuple[MeshShape, int]] = []  # of which no number of shards makes that many ranks
+    fitting: dict[MeshShape, list[MeshShape]] = {}
+    for mesh, dim in shard_dims.items():
+        if dim is None:
+            fitting[mesh] = _with_one_changed(mesh, world_size)
+            continue
+        fitting[mesh] = _fitting_meshes(start[mesh], dim, world_size)
+        if world_size % other_ranks[mesh]:
+            misfits.append((mesh, dim))
     if not undetermined and not misfits:
         return {mesh: first for mesh, (first, *_) in fitting.items()}
     choices = [mesh_options(chosen) for chosen in islice(_consistent_meshes(fitting), _MAX_CHOICES)]

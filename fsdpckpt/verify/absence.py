@@ -135,5 +135,6 @@ def _lost_groups(checkpoint: Checkpoint, other: Checkpoint) -> set[Path]:
     """The paths of ``other``'s param groups without parameters, if ``checkpoint`` has flattened keys, which cannot hold
     them.
     """
-    groups = (other.optim.groups if other.optim is not None and checkpoint.origin.flattened_keys else None) or ()
-    return {("param_groups", index) for index, group in enumerate(groups) if not group.members}
+    if not checkpoint.origin.flattened_keys:
+        return set()
+    return {("param_groups", index) for index, group in enumerate(other.groups) if not group.members}

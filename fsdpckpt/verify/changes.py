@@ -58,7 +58,8 @@ class ModuleChange:
 
 def changed_kinds(result: Difference) -> list[str]:
     """The kinds of tensors that differ, the weights first."""
-    kinds = dict.fromkeys(kind for entry in result.entries if entry.change is not None and (kind := kind_of(entry)))
+    changed = [kind_of(entry) for entry in result.entries if entry.change is not None]
+    kinds = dict.fromkeys(filter(None, changed))
     return sorted(kinds, key=lambda kind: kind != WEIGHTS)
 
 

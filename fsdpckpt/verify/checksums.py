@@ -234,7 +234,10 @@ def damaged_files(place: str, sources: Sources) -> list[Problem]:
     """
     top = sources.stat(place)
     alone = top is not None and not top.directory
-    entries = [top] if top is not None and alone else [e for e in sources.list_directory(place) if not e.directory]
+    if top is not None and alone:
+        entries = [top]
+    else:
+        entries = [entry for entry in sources.list_directory(place) if not entry.directory]
     read = read_manifest(place, [] if alone else [entry.name for entry in entries], sources)
     manifest, problems = read.manifest, read.problems
     if manifest is not None:

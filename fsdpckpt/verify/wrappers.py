@@ -46,4 +46,5 @@ def without_wrappers(checkpoint: Checkpoint, *, bare: bool) -> Unwrapped:
 def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[str, str]:
     """The shortened name of each key that is one; empty if none is shorter, or if two would become one."""
     names = {key: shorten(key) for key in keys if isinstance(key, str)}
-    return names if len(set(names.values())) == len(names) and any(old != new for old, new in names.items()) else {}
+    distinct = len(set(names.values())) == len(names)
+    return names if distinct and any(old != new for old, new in names.items()) else {}

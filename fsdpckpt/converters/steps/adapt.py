@@ -228,7 +228,10 @@ def _names_of_sections(checkpoint: Checkpoint, form: Form) -> tuple[str, ...]:
         if path is not None and content is not None and path.file == form.extra.file
     ]
     extras = (checkpoint.extra, *checkpoint.rank_extra)
-    keys = {str(path.keys[0]) for path in paths for extra in extras if path.keys and _is_taken(extra, path.keys)}
+    keys: set[str] = set()
+    for path in paths:
+        if path.keys and any(_is_taken(extra, path.keys) for extra in extras):
+            keys.add(str(path.keys[0]))
     return tuple(name for name in _extra_names(checkpoint) if name in keys)
 
 
@@ -286,11 +289,11 @@ def _extra_names(checkpoint: Checkpoint) -> list[str]:
 def _extras_in_files(checkpoint: Checkpoint, paths: Collection[str]) -> set[str]:
     """The names of the extras in the files at ``paths``, or in directories there."""
     above = {f"{path}/" for path in paths}
-    return {
-        str(key)
-        for key, files in checkpoint.origin.extra_files.items()
-        if not files.isdisjoint(paths) or any(file.startswith(tuple(above)) for file in files)
-    }
+    found: set[str] = set()
+    for key, files in checkpoint.origin.extra_files.items():
+        if not files.isdisjoint(paths) or any(file.startswith(tuple(above)) for file in files):
+            found.add(str(key))
+    return found
 
 
 def _adapt_extras(checkpoint: Checkpoint, flavor: Flavor, form: Form, sources: Sources) -> Checkpoint:

@@ -90,7 +90,8 @@ def requested_mesh(
         return _as_source(pairs, known, None if flat else _note_on_dropped(source, pairs))
     hybrid = options.tensor is TensorForm.SHARDED_TENSOR or _has_hybrid(options.flavor or source.flavor)
     dimensions = len(meshes[0].sizes)
-    if len(meshes) == 1 and (flat or _cuts_rows(meshes[0], meshes_of_source) or (hybrid and dimensions == 2)):
+    known_placements = flat or _cuts_rows(meshes[0], meshes_of_source) or (hybrid and dimensions == 2)
+    if len(meshes) == 1 and known_placements:
         return TargetMesh(meshes, None, _fsdp_default(meshes[0]))
     raise _placements_needed_error(meshes, source, meshes_of_source)
 
@@ -169,8 +170,9 @@ def on_mesh(decision: Decision, source: Checkpoint, meshes: SourceMeshes, mesh: 
     flat = decision.layout is Layout.FLATTENED
     sharded_tensor = decision.options.tensor is TensorForm.SHARDED_TENSOR
     keeps_no_mesh = (flat and decision.form is None) or (mesh is None and (flat or sharded_tensor))
-    if flat and decision.world_size is not None and decision.form is not None and decision.form.mesh.names is not None:
-        return _with_groups(decision, source, meshes, mesh, decision.form.mesh, decision.world_size)
+    form_mesh = decision.form.mesh if flat and decision.form is not None else None
+    if form_mesh is not None and form_mesh.names is not None and decision.world_size is not None:
+        return _with_groups(decision, source, meshes, mesh, form_mesh, decision.world_size)
     if decision.layout is Layout.FULL or decision.world_size is None or keeps_no_mesh:
         return decision
     if mesh is not None:
@@ -342,7 +344,8 @@ def _keeps_dimensions(mesh: MeshShape, target: MeshShape) -> bool:
     """Whether the dimensions of ``target`` are those of ``mesh``, or some of them by name."""
     names = tuple(name for name in mesh.dimension_names if name in target.dimension_names)
     complete = len(target.sizes) == len(mesh.sizes)
-    return names == target.dimension_names and (complete or (mesh.names is not None and target.names is not None))
+    by_name = mesh.names is not None and target.names is not None
+    return names == target.dimension_names and (complete or by_name)
 
 
 def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshShape], sources: Sources) -> TargetMesh:
@@ -384,7 +387,8 @@ def _placements_needed_error(
 ) -> NeedsInformationError:
     """``present``: the meshes of ``source``."""
     mesh = meshes[0]
-    meant = next(filter(None, (_meant(mesh, before) for before in present)), None) if len(meshes) == 1 else None
+    meanings = [_meant(mesh, before) for before in present] if len(meshes) == 1 else []
+    meant = next(filter(None, meanings), None)
     if mesh.names is None and meant is not None:
         return NeedsInformationError(
             f"{flags.mesh(mesh)} has no names, but the mesh of {source.source} has: {' and '.join(map(str, present))}",

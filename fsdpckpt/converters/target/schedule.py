@@ -120,8 +120,11 @@ def recorded_steps(checkpoint: Checkpoint, sources: Sources) -> int | None:
     steps = next((each for each in found if each is not None), None)
     if steps is not None:
         return steps
-    values = (find_value(checkpoint.extra, path) for path in _STEPS_OF_OTHERS)
-    return next((value for each in values if (value := _as_count(each, checkpoint, sources)) is not None), None)
+    for path in _STEPS_OF_OTHERS:
+        count = _as_count(find_value(checkpoint.extra, path), checkpoint, sources)
+        if count is not None:
+            return count
+    return None
 
 
 def _steps_of(optim: Optimizer, checkpoint: Checkpoint, sources: Sources) -> int | None:

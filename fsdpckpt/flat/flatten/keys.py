@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
 from fsdpckpt.ir.names import FSDP_WRAPPER
@@ -79,8 +80,8 @@ def _absent_unmanaged(optim: Optimizer | None, units: Units) -> frozenset[str]:
     if optim is None or optim.groups is None:
         return frozenset()
     listed = set(optim.grouped_keys())
-    unmanaged = {param.name for param in units.unmanaged}
-    return frozenset(key for group in units.groups or () for key in group if key in unmanaged and key not in listed)
+    unlisted = {param.name for param in units.unmanaged} - listed
+    return frozenset(unlisted.intersection(chain(*(units.groups or ()))))
 
 
 def _numbered(order: Iterable[Sequence[str]], key_type: KeyType, prefixes: Collection[str]) -> dict[str, ParamKey]:

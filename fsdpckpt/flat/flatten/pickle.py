@@ -88,9 +88,9 @@ def in_memory_order(
     param: Parameter | None, leaf: Tensor | Value, casts: Mapping[Tensor, DType]
 ) -> WholeParam | Tensor | Value:
     """``leaf`` in the memory order of ``param``, if it has its shape and that order is not row-major."""
-    if isinstance(leaf, Tensor) and param is not None and param.stride is not None and leaf.shape == param.shape:
-        return WholeParam(WrittenTensor(leaf, casts.get(leaf, leaf.dtype), param.order), param.stride)
-    return leaf
+    if param is None or param.stride is None or not isinstance(leaf, Tensor) or leaf.shape != param.shape:
+        return leaf
+    return WholeParam(WrittenTensor(leaf, casts.get(leaf, leaf.dtype), param.order), param.stride)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
