@@ -17,7 +17,8 @@ from tests.readers.contents import opened
 from tests.readers.test_deepspeed import GOLDEN
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsupported
 
-NAMES = ["experts", "experts-data-first"]
+NAMES = ["experts", "experts-data-first", "expert-pipeline"]
+UNTRAINED = {"expert-pipeline": {"1.scale", "2.scale"}}
 each = pytest.mark.parametrize("name", NAMES)
 STEP = "global_step3"
 LOCAL = 2  # experts of a layer on each rank
@@ -54,12 +55,14 @@ def test_every_value_is_what_the_ranks_had_in_memory(name: str, runs: Path, tmp_
     assert elements == {key: state["model"][key].numel() for key in state["optimizer"]["state"]}
     dense, experts = (group["params"] for group in state["optimizer"]["param_groups"])
     assert sorted([*dense, *experts]) == sorted(elements) and len(experts) == 2 * 4 * 4
-    assert {key for key in state["model"] if key not in elements} == {"mask", "head.bias"}
+    assert set(state["model"]) - set(elements) == UNTRAINED.get(name, {"mask", "head.bias"})
 
 
 def test_inspect_says_of_which_ranks_it_is(runs: Path) -> None:
     evidence = [each.message for each in opened(runs / "experts").ledger.evidence]
     assert any("2 data-parallel ranks of 2 expert-parallel ranks" in message for message in evidence)
+    evidence = [each.message for each in opened(runs / "expert-pipeline").ledger.evidence]
+    assert any("of 2 expert-parallel ranks in each of 2 pipeline stages" in message for message in evidence)
 
 
 def test_the_values_of_a_step_of_plain_values_alone_fit_together(tmp_path: Path) -> None:
@@ -95,6 +98,11 @@ def run(*changes: Change) -> Make:
     return packed(GOLDEN / "experts.tar.xz", f"experts/{STEP}", *changes)
 
 
+def staged(*changes: Change) -> Make:
+    """The same of two pipeline stages."""
+    return packed(GOLDEN / "expert-pipeline.tar.xz", f"expert-pipeline/{STEP}", *changes)
+
+
 def plain(*changes: Change) -> Make:
     """A maker of ``plain_step``, changed."""
 
@@ -125,7 +133,9 @@ MODULE, EXPERT_FILE = "mp_rank_00_model_states.pt", "layer_{}_expert_{}_mp_rank_
 PREFIX = "moe.deepspeed_moe.experts.deepspeed_experts."
 FIRST, SECOND, EIGHTH = (EXPERT_FILE.format(0, expert) for expert in (0, 1, 7))
 OF_EIGHTH = {f"{PREFIX}7.a": torch.zeros(3)}
-MODULE_1 = "mp_rank_01_model_states.pt"
+OF_FIRST_STAGE, OF_SECOND_STAGE = (f"layer_0_expert_3_mp_rank_0{stage}_model_states.pt" for stage in range(2))
+SECOND_STAGE = "2.moe.deepspeed_moe.experts.deepspeed_experts."
+DEGREES, TWO_CUT = "checkpoint_parallel_dimensions", {"pp_degree": 1, "tp_degree": 2}
 REFUSALS = (
     incomplete(
         "an expert is missing",
@@ -137,7 +147,13 @@ REFUSALS = (
     unsupported("a group of another name", plain(group(1, name="mine")), "files of experts", "found a group 'mine'"),
     unsupported("a group without moe", plain(group(1, moe=False)), "found experts in a group without moe"),
     unsupported("moe of all", plain(group(0, moe=True, name="ep_size_2")), "found others in a group with moe"),
-    unsupported("tensor parallelism too", plain(add_copy(MODULE, MODULE_1)), "found other model-parallel ranks, too"),
+    unsupported("tensor parallelism too", staged(edit("mp_rank_*", lambda held: held[DEGREES].update(TWO_CUT))),
+                "found 2 tensor-parallel ranks, too"),
+    unsupported("model-parallel ranks of any kind", staged(edit("mp_rank_*", lambda held: held.pop(DEGREES))),
+                "not said to be pipeline stages"),
+    incomplete("an expert of the second stage is missing", staged(lose(OF_SECOND_STAGE)), f"  - {SECOND_STAGE}3"),
+    corrupt("the first stage's expert in its place", staged(add_copy(OF_FIRST_STAGE, OF_SECOND_STAGE)),
+            "it was saved as layer_0_expert_3_mp_rank_00"),
     corrupt("a shape that param_shapes has not", plain(put(SECOND, {f"{PREFIX}1.a": torch.zeros(4)})),
             "another shape than in param_shapes"),
     corrupt("the file of another expert", plain(add_copy(FIRST, SECOND)), "not of expert 1"),

@@ -91,18 +91,34 @@ def experts_of(
     return Experts(size, local)
 
 
-def placed(files: Iterable[StepFile], size: int, ranks: int, *, data_first: bool) -> list[StepFile]:
+def placed(files: Iterable[StepFile], size: int, ranks: int, stages: int = 1, *, data_first: bool) -> list[StepFile]:
     """``files`` with their ranks among those with the same experts, and the expert-parallel rank as the model-parallel
-    one. The order stays that of the files' names.
+    one; in a pipeline those of its stage. The order stays that of the files' names. ``ranks``: data-parallel ones.
     """
     places = []
     for file in files:
         expert_rank, data_rank = file.data_rank % size, file.data_rank // size
         if data_first:
             expert_rank, data_rank = divmod(file.data_rank, ranks // size)
-        number = data_rank * size + expert_rank
-        places.append(replace(file, rank=number, data_rank=data_rank, model_rank=expert_rank))
+        model_rank = file.model_rank * size + expert_rank
+        number = data_rank * size * stages + model_rank
+        places.append(replace(file, rank=number, data_rank=data_rank, model_rank=model_rank))
     return places
+
+
+def of_all_stages(directory: str, stages: Sequence[tuple[StepFile, Experts]]) -> Experts:
+    """The experts of all pipeline stages, each with the file of its module states.
+
+    Raises SourceUnsupportedError if they are on several numbers of ranks.
+    """
+    first = stages[0][1]
+    local: dict[str, int] = {}
+    for file, experts in stages:
+        if experts.size != first.size:
+            expected, found = f"{first.size} expert-parallel ranks in each stage", str(experts.size)
+            raise unsupported(directory, "experts", [file.path], expected, found)
+        local.update(experts.local)
+    return Experts(first.size, local)
 
 
 def open_experts(

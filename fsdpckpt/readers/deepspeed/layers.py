@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import cast
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.readers.deepspeed.module_states import ModuleStates
-from fsdpckpt.readers.deepspeed.partitions import is_count
-from fsdpckpt.readers.deepspeed.required_files import unsupported
+from fsdpckpt.readers.deepspeed.required_files import IN_ITS_JOB, unsupported
 from fsdpckpt.readers.deepspeed.step import (
     StateDict,
     StepFile,
     as_mapping,
     contradiction,
+    degrees_of,
     open_files,
     require_own_number,
 )
@@ -60,10 +59,9 @@ def with_layers(
     elif states.partitioned:
         found = "ZeRO 3, which DeepSpeed does not combine with a pipeline"
     for file in states.files:
-        dimensions = file.root.get("checkpoint_parallel_dimensions")
-        cut = dimensions.get("tp_degree") if isinstance(dimensions, dict) else None
-        if is_count(cut) and cast(int, cut) > 1:
-            found = f"{plural(cast(int, cut), 'tensor-parallel rank')} in each stage"
+        degrees = degrees_of(file)
+        if degrees is not None and degrees[1] > 1:
+            found = f"{plural(degrees[1], 'tensor-parallel rank')} in each stage"
     if found is not None:
         paths = [path for _, path in sorted(layers.items())]
         raise unsupported(directory, "pipeline stages", paths, "without tensor parallelism", found)
@@ -82,6 +80,29 @@ def with_layers(
     opened = _open_layers(states.first, layers, shapes, sorted(states.buffers()), others, table, sources)
     pairs = [(layer.file, layer.named()) for layer in opened]
     return replace(states, layers=pairs, pipeline=_module_of(opened))
+
+
+def with_stages(states: ModuleStates, directory: str, experts: Sequence[str]) -> ModuleStates:
+    """``states`` of a pipeline with MoE layers: each stage has its layers in its file of module states, as one module
+    (``_save_moe_checkpoint`` of ``deepspeed/runtime/engine.py``). ``experts``: the files of experts.
+
+    Raises SourceUnsupportedError unless the files record that the model-parallel ranks are stages alone.
+    """
+    for file in states.files:
+        degrees = degrees_of(file)
+        if degrees != (states.grid.model, 1) or states.partitioned:
+            found = "other model-parallel ranks, too, which are not said to be pipeline stages alone"
+            if degrees is not None and degrees[1] > 1:
+                found = f"{plural(degrees[1], 'tensor-parallel rank')}, too"
+            raise unsupported(directory, "experts", experts, "experts alone or in pipeline stages", found)
+    stages: list[tuple[StepFile, StateDict]] = []
+    left: list[StepFile] = []
+    whole: StateDict = OrderedDict()
+    for file in states.files:
+        stages.append((replace(file, rank=0, model_rank=0), file.module))
+        whole.update({name: value for name, value in file.module.items() if name not in whole})
+        left.append(replace(file, archive=replace(file.archive, root={**file.root, "module": None})))
+    return replace(states, files=left, layers=stages, pipeline=whole)
 
 
 def _open_layers(
@@ -155,6 +176,6 @@ def _prefix(number: int, keys: Collection[str], known: Set[str], path: str) -> s
             expected=f"its parameters among those of the optimizer, as {number}.<name> or {_TIED}.<key>.<name>",
             found=some_of(list(keys), _MAX_NAMES),
             why="the layer is frozen, or several tied layers have the same names",
-            next_step="convert it with the model's own script (convert_*.py of the trainer)",
+            next_step=IN_ITS_JOB,
         )
     return fitting[0]

@@ -19,8 +19,16 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note, Problem
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.deepspeed.autoep import AutoExperts, auto_experts, require_places
 from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
-from fsdpckpt.readers.deepspeed.experts import Experts, data_first, experts_of, is_of_experts, open_experts, placed
-from fsdpckpt.readers.deepspeed.layers import with_layers
+from fsdpckpt.readers.deepspeed.experts import (
+    Experts,
+    data_first,
+    experts_of,
+    is_of_experts,
+    of_all_stages,
+    open_experts,
+    placed,
+)
+from fsdpckpt.readers.deepspeed.layers import with_layers, with_stages
 from fsdpckpt.readers.deepspeed.module_states import ModuleStates
 from fsdpckpt.readers.deepspeed.partitions import (
     FlatGroup,
@@ -43,7 +51,14 @@ from fsdpckpt.readers.deepspeed.rank_states import (
     require_record,
     steps_of,
 )
-from fsdpckpt.readers.deepspeed.required_files import ZERO_1_OR_2, ZERO_3, ExpertFile, required_grid, unsupported
+from fsdpckpt.readers.deepspeed.required_files import (
+    WITH_ZERO_1,
+    ZERO_1_OR_2,
+    ZERO_3,
+    ExpertFile,
+    required_grid,
+    unsupported,
+)
 from fsdpckpt.readers.deepspeed.step import (
     MAX_RANKS,
     StateDict,
@@ -117,8 +132,15 @@ def read_zero(
     if auto is not None and grid[1] > 1:
         found = "tensor-parallel ranks, too"
         raise unsupported(directory, "experts", [module[0].path], "AutoEP's experts alone", found)
+    if states.recorded and (auto is not None or expert_files):
+        error = unsupported(directory, "experts", [module[0].path], "ZeRO, which saves all shapes", "bf16 without ZeRO")
+        error.why = "the files have neither the shapes of the experts of a rank, nor which of them are whose"
+        error.next_step = WITH_ZERO_1
+        raise error
     if layers:
         states = with_layers(states, directory, layers, table, sources)
+    elif states.grid.model > 1 and expert_files:
+        states = with_stages(states, directory, [file.path for file in expert_files])
     elif states.grid.model > 1:
         states = replace(states, shards=shards_of_autotp(directory, states))
     step = _Step(directory, optim, states, table, sources)
@@ -191,6 +213,7 @@ class _Step:
     table: FileTable
     sources: Sources
     experts: Experts | AutoExperts | None = None
+    stages: int = 1  # of a pipeline with MoE layers
 
     def with_auto_experts(self, experts: AutoExperts, files: Sequence[ExpertFile]) -> _Step:
         """The same step, of a model whose ``experts`` AutoEP divided: each expert-parallel rank is a model-parallel one
@@ -214,23 +237,33 @@ class _Step:
         if self.module.partitioned:
             paths = [file.path for file in files]
             raise unsupported(self.directory, "experts", paths, "ZeRO 1 or 2", "ZeRO 3")
-        groups, param_groups = self.module.groups(), rank_states(self.optim[0]).groups
-        experts = experts_of(self.directory, self.module.first, groups, param_groups, len(self.optim))
+        stages: list[tuple[StepFile, Experts]] = []
         shapes: FlatGroup = {}
-        for expert_rank in range(experts.size):
-            shapes.update(experts.shapes(groups, expert_rank))
+        for file in self.module.of_model_ranks:
+            first = next(each for each in self.optim if each.model_rank == file.model_rank)
+            groups, param_groups = self.module.groups(file), rank_states(first).groups
+            own = experts_of(self.directory, file, groups, param_groups, self.module.grid.data)
+            stages.append((file, own))
+            for expert_rank in range(own.size):
+                shapes.update(own.shapes(groups, expert_rank))
+        experts = of_all_stages(self.directory, stages)
         opened = open_experts(self.directory, files, experts, shapes, self.table, self.sources)
-        return self._on_expert_ranks(experts, replace(self.module, layers=opened))
+        return self._on_expert_ranks(experts, replace(self.module, layers=[*self.module.layers, *opened]))
 
     def _on_expert_ranks(self, experts: Experts | AutoExperts, module: ModuleStates) -> _Step:
         """The same step with ``module``, on a grid of which each expert-parallel rank is a model-parallel one."""
-        grid = RankGrid(len(self.optim) // experts.size, experts.size)
+        stages = module.grid.model
+        if stages > 1:
+            recorded = {stage * experts.size: names for stage, names in module.recorded.items()}
+            module = replace(module, files=self._placed(module.files, experts), recorded=recorded)
+        grid = RankGrid(self.module.grid.data // experts.size, stages * experts.size)
         optim = self._placed(self.optim, experts)
-        return replace(self, optim=optim, module=replace(module, grid=grid), experts=experts)
+        return replace(self, optim=optim, module=replace(module, grid=grid), experts=experts, stages=stages)
 
     def _placed(self, files: Sequence[StepFile], experts: Experts | AutoExperts) -> list[StepFile]:
         """``files`` with their places among the ranks that have the same experts."""
-        return placed(files, experts.size, len(self.optim), data_first=data_first(self._config()))
+        grid = self.module.grid
+        return placed(files, experts.size, grid.data, grid.model, data_first=data_first(self._config()))
 
     def tree(self) -> PartContents:
         ranks = [rank_states(file) for file in self.optim]
@@ -259,7 +292,8 @@ class _Step:
         tree = PartContents(root, Layout.SHARDED, "deepspeed", len(self.optim))
         add_extras(tree, [rest, merged])
         layers = [file for file, _ in (*self.module.layers, *self.module.experts)]
-        add_archives(tree, [file.archive for file in (*self.optim, *self.module.files, *layers)])
+        opened = {file.path: file.archive for file in (*self.optim, *self.module.files, *layers)}
+        add_archives(tree, list(opened.values()))
         separate_extras(tree, self.table, self.sources)
         tree.copies = self.module.copies(trained)
         tree.problems += self._without_copy(trained, tree.copies)
@@ -276,9 +310,21 @@ class _Step:
 
     def _expert_columns(self, ranks: Sequence[RankStates], experts: Experts | AutoExperts) -> list[_Column]:
         """The flat tensors of each expert-parallel rank. Those of experts are divided among the ranks that have them,
-        the others among all.
+        the others among all of their pipeline stage.
         """
-        groups = self.module.groups()
+        columns: list[_Column] = []
+        for file in self.module.of_model_ranks:
+            stage, expert_rank = divmod(file.model_rank, experts.size)
+            if expert_rank == 0:  # under ZeRO 3 the others have files of module states, too
+                of_stage = [rank for rank in ranks if rank.file.model_rank // experts.size == stage]
+                columns += self._columns_of_stage(file, of_stage, experts)
+        return columns
+
+    def _columns_of_stage(
+        self, file: StepFile, ranks: Sequence[RankStates], experts: Experts | AutoExperts
+    ) -> list[_Column]:
+        """The flat tensors of each expert-parallel rank of one stage, whose module states are in ``file``."""
+        groups = self.module.groups(file)
         own = _flat_tensors_of_experts(ranks[0].groups)
         shared = [number for number in range(len(groups)) if number not in own]
         if len(ranks[0].weights) != len(groups) or not own <= set(range(len(groups))):
@@ -287,7 +333,8 @@ class _Step:
         common = self._partitions(ranks, [groups[number] for number in shared], shared)
         columns = []
         for expert_rank in range(experts.size):
-            members = [number for number, rank in enumerate(ranks) if rank.file.model_rank == expert_rank]
+            model_rank = file.model_rank + expert_rank
+            members = [number for number, rank in enumerate(ranks) if rank.file.model_rank == model_rank]
             of_rank = [ranks[number] for number in members]
             flat = self._partitions(of_rank, [groups[number] for number in sorted(own)], sorted(own))
             names = {name: new for group in groups for name, new in experts.named(group, expert_rank).items()}
@@ -300,9 +347,7 @@ class _Step:
                         of[number] = [replace(each, name=names[each.name]) for each in part.slices[row][at]]
             placed_in = FlatGroups(params, slices)
             shapes = experts.shapes(groups, expert_rank)
-            columns.append(
-                _Column(self.module.first, expert_rank, placed_in, shapes, _members_of(of_rank[0], placed_in))
-            )
+            columns.append(_Column(file, model_rank, placed_in, shapes, _members_of(of_rank[0], placed_in)))
         return columns
 
     def _parameters(self, columns: Sequence[_Column]) -> dict[str, Shards]:
@@ -428,7 +473,8 @@ class _Step:
         if grid.model > 1:
             kind = "pipeline stage" if self.module.layers else "tensor-parallel rank"
             kind = kind if self.experts is None else "expert-parallel rank"
-            message += f": {plural(grid.data, 'data-parallel rank')} of {plural(grid.model, kind)}"
+            count = f"{plural(grid.data, 'data-parallel rank')} of {plural(grid.model // self.stages, kind)}"
+            message += f": {count}" + (f" in each of {self.stages} pipeline stages" if self.stages > 1 else "")
         tree.evidence.append(Evidence(EvidenceKind.CONTAINER, message))
         tree.notes += self.module.notes_on_copies(trained)
         if isinstance(self.optim[0].states.get("base_optimizer_state"), list):

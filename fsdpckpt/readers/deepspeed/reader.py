@@ -20,6 +20,7 @@ from functools import partial
 from fsdpckpt.errors import SourceIncompleteError
 from fsdpckpt.readers.deepspeed.required_files import (
     OPTIMIZER_STATE,
+    WITH_ZERO_1,
     ZERO,
     ZERO_1_OR_2,
     ZERO_3,
@@ -102,10 +103,7 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
     if layers:
         error = unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
         error.why = "no file names the parameters of a layer, and each stage's optimizer numbers its own"
-        error.next_step = (
-            "load its weights into the same job with ZeRO 1 (load_checkpoint with load_optimizer_states=False), save "
-            "it, and convert that: the optimizer then starts anew"
-        )
+        error.next_step = WITH_ZERO_1
         raise error
     if not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
         required_grid(path, {}, {}, per_rank=False)
@@ -199,7 +197,8 @@ def _refuse_others(path: str, names: set[str]) -> None:
     if cut or len({match[1] for name in layers if (match := _LAYER.match(name))}) < len(layers):
         raise unsupported(path, "pipeline stages", layers, "one file for each layer", "those of tensor-parallel ranks")
     experts = sorted(name for name in names if _EXPERT.match(name))
-    ranks = [match[2] for name in names if (match := _OPTIM.match(name) or _MODEL.match(name)) is not None]
-    if experts and (layers or any(map(int, ranks))):
-        found = "pipeline stages, too" if layers else "other model-parallel ranks, too"
+    zero = any(map(_OPTIM.match, names))
+    ranks = [match[2] for name in names if (match := _MODEL.match(name)) is not None]
+    if experts and (layers or (not zero and any(map(int, ranks)))):
+        found = "layer files of pipeline stages, too" if layers else "other model-parallel ranks, too"
         raise unsupported(path, "experts", experts, "experts alone", found)

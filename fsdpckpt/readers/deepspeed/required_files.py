@@ -18,6 +18,14 @@ OPTIMIZER_STATE = "optimizer_state.pt"
 MAX_NAMES = 6
 _MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = f"zero_pp_rank_0_{_MODEL}"
+IN_ITS_JOB = (
+    "load it in the job that saved it, gather the weights there, and save them with torch.save. Megatron-DeepSpeed "
+    "(tools/convert_checkpoint) and GPT-NeoX (tools/ckpts) have scripts for their own models"
+)
+WITH_ZERO_1 = (
+    "load its weights into the same job with ZeRO 1 (load_checkpoint with load_optimizer_states=False), save it, and "
+    "convert that: the optimizer then starts anew"
+)
 ZERO_1_OR_2, ZERO_3 = "with ZeRO 1 or 2", "with ZeRO 3"
 
 
@@ -119,7 +127,7 @@ def unsupported(
         expected=expected,
         found=found,
         why="how to join the tensors of these files is defined in the model's code, not in the files",
-        next_step="convert it with the model's own script (convert_*.py of the trainer)",
+        next_step=IN_ITS_JOB,
     )
 
 

@@ -123,6 +123,15 @@ def model_ranks_of(module: Sequence[StepFile]) -> int:
     return min(max((cast(int, ranks) for ranks in recorded if is_count(ranks)), default=1), MAX_RANKS)
 
 
+def degrees_of(file: StepFile) -> tuple[int, int] | None:
+    """The numbers of pipeline stages and of tensor-parallel ranks in each, in a file of module states; None if it does
+    not record them.
+    """
+    saved = file.root.get("checkpoint_parallel_dimensions")
+    degrees = (saved.get("pp_degree"), saved.get("tp_degree")) if isinstance(saved, dict) else (None, None)
+    return cast("tuple[int, int]", degrees) if all(map(is_count, degrees)) else None
+
+
 def _by_ranks(ranks: int) -> str | None:
     return f"by {plural(ranks, 'rank')}" if ranks else None
 

@@ -2,7 +2,8 @@
 
 ``torchrun --nproc-per-node 4 -m tests.golden.deepspeed.parallel pipeline DIR '{"zero_optimization": {"stage": 1}}'``
 trains two pipeline stages of two data-parallel ranks; ``autotp`` two tensor-parallel ranks instead, ``experts`` two
-expert-parallel ranks, ``autoep`` the same of a model of transformers. Then
+expert-parallel ranks, ``autoep`` the same of a model of transformers, ``expert-pipeline`` two pipeline stages of two
+expert-parallel ranks. Then
 ``python -m tests.golden.deepspeed.parallel truth DIR`` lets DeepSpeed's own ``ds_to_universal.py`` make
 ``DIR-universal``, and keeps in ``DIR/truth.pt`` its parameters and states, and the values that were never trained.
 """
@@ -163,6 +164,42 @@ def pipeline(config: dict[str, Any]) -> Any:
     return engine
 
 
+class Routed(nn.Module):
+    """An MoE layer of four experts, of which each rank has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.moe = MoE(6, nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6)), num_experts=4, ep_size=2, k=1)
+        self.register_buffer("scale", torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(x)[0]
+
+
+def by_experts(net: nn.Module) -> torch.optim.Optimizer:
+    """The parameters of experts in a group of their own."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    group = {"params": [param for param in net.parameters() if param.requires_grad], "name": "all", "weight_decay": 0.1}
+    return torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer([group]), lr=1e-2)
+
+
+def expert_pipeline(config: dict[str, Any]) -> Any:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    layers = [LayerSpec(nn.Embedding, WORDS, 6), LayerSpec(Routed), LayerSpec(Routed), LayerSpec(nn.Linear, 6, WORDS)]
+    net = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+    settings = {**USUAL, "gradient_accumulation_steps": 2, **config}
+    engine = deepspeed.initialize(model=net, optimizer=by_experts(net), config=settings)[0]
+    data = batches(engine.grid.get_data_parallel_rank())
+    for _ in range(3):
+        engine.train_batch(data)
+    return engine
+
+
 def autotp(config: dict[str, Any]) -> Any:
     import deepspeed
     from deepspeed.utils import groups
@@ -180,12 +217,9 @@ def autotp(config: dict[str, Any]) -> Any:
 
 def experts(config: dict[str, Any]) -> Any:
     import deepspeed
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     net = Sparse()
-    group = {"params": [param for param in net.parameters() if param.requires_grad], "name": "all", "weight_decay": 0.1}
-    optimizer = torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer([group]), lr=1e-2)
-    engine = deepspeed.initialize(model=net, optimizer=optimizer, config={**USUAL, **config})[0]
+    engine = deepspeed.initialize(model=net, optimizer=by_experts(net), config={**USUAL, **config})[0]
     data = batches(engine.global_rank)
     for _ in range(3):
         tokens, _ = next(data)
@@ -229,12 +263,13 @@ def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     first = Net()  # the values that AutoTP cuts, and never trains
     torch.manual_seed(0)
-    engine = {"pipeline": pipeline, "autotp": autotp, "experts": experts, "autoep": autoep}[kind](config)
+    kinds = {"pipeline": pipeline, "autotp": autotp, "experts": experts, "autoep": autoep}
+    engine = {**kinds, "expert-pipeline": expert_pipeline}[kind](config)
     engine.save_checkpoint(str(directory), tag="global_step3", client_state={"epoch": 3})
     module = first if kind == "autotp" else engine.module
     trained = {name for name, value in module.named_parameters() if value.requires_grad}
     untrained = {name: value.clone() for name, value in module.state_dict().items() if name not in trained}
-    if kind in ("experts", "autoep"):
+    if kind in ("experts", "autoep", "expert-pipeline"):
         from deepspeed.utils import groups
 
         keep_held(engine, directory, groups._get_expert_parallel_rank("ep_size_2"))
