@@ -13,9 +13,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import cast
 
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.formats.torch.tensors import StoredTensor
+from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.deepspeed.module_states import ModuleStates
 from fsdpckpt.readers.deepspeed.required_files import IN_ITS_JOB, unsupported
 from fsdpckpt.readers.deepspeed.step import (
@@ -101,7 +103,8 @@ def with_stages(states: ModuleStates, directory: str, experts: Sequence[str]) ->
     for file in states.files:
         stages.append((replace(file, rank=0, model_rank=0), file.module))
         whole.update({name: value for name, value in file.module.items() if name not in whole})
-        left.append(replace(file, archive=replace(file.archive, root={**file.root, "module": None})))
+        without = cast(Value, {**file.root, "module": None})
+        left.append(replace(file, archive=replace(file.archive, root=without)))
     return replace(states, files=left, layers=stages, pipeline=whole)
 
 
