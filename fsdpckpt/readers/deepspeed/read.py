@@ -133,7 +133,7 @@ def read_zero(
         found = "tensor-parallel ranks, too"
         error = unsupported(directory, "experts", [module[0].path], "AutoEP's experts alone", found)
         error.why = (
-            "its tensor-parallel ranks list different parameters, and DeepSpeed 0.19.8 does not join them either"
+            "tensor-parallel ranks list different parameters, and DeepSpeed 0.19.8 does not join them either"
         )
         raise error
     if states.recorded and (auto is not None or expert_files):
