@@ -132,9 +132,7 @@ def read_zero(
     if auto is not None and grid[1] > 1:
         found = "tensor-parallel ranks, too"
         error = unsupported(directory, "experts", [module[0].path], "AutoEP's experts alone", found)
-        error.why = (
-            "tensor-parallel ranks list different parameters, and DeepSpeed 0.19.8 does not join them either"
-        )
+        error.why = "tensor-parallel ranks list different parameters, and DeepSpeed 0.19.8 does not join them either"
         raise error
     if states.recorded and (auto is not None or expert_files):
         error = unsupported(directory, "experts", [module[0].path], "ZeRO, which saves all shapes", "bf16 without ZeRO")
