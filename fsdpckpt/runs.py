@@ -65,8 +65,7 @@ def convert_each(
     the first three, can be converted, WorkerError, InterruptedRunError. Other errors are in the attempts.
     """
     glob = _require_glob(each)
-    if not is_url(run) and not is_url(out):
-        require_outside(out, run)
+    _require_out_apart(out, run)
     if options.resume is None and not options.overwrite:
         options = replace(options, resume=True)  # what is there and complete is compared, and accepted
     done: set[str] = set()
@@ -107,6 +106,18 @@ def _require_that_command_fits(refused: Sequence[Attempt]) -> None:
     first, errors = refused[0].error, {str(attempt.error) for attempt in refused}
     if first is not None and len(refused) == _ALIKE and len(errors) == 1:
         raise first
+
+
+def _require_out_apart(out: str, run: str) -> None:
+    """Raises UsageError if ``out`` is ``run`` or lies in it: the next run would take it for a checkpoint."""
+    if not is_url(run) and not is_url(out):
+        require_outside(out, run)
+    elif is_url(run) and is_url(out):
+        from fsdpckpt.storage.remote_store import filesystem_of
+        from fsdpckpt.storage.upload import require_apart_in_store
+
+        filesystem, root = filesystem_of(out)
+        require_apart_in_store(out, run, filesystem, root, above=False)
 
 
 def find_checkpoints(run: str, glob: str, newer_than: str | None) -> list[str]:

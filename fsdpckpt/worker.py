@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -29,6 +31,7 @@ from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions
 from fsdpckpt.options.declare import Scope, refuse_unused
 from fsdpckpt.process import process_role, rank_from_environment, started_as_worker
 from fsdpckpt.progress import Progress, ProgressPipe, follow_progress
+from fsdpckpt.storage.hidden import lock_path
 
 if TYPE_CHECKING:
     from fsdpckpt.comm.protocol import Group
@@ -167,7 +170,7 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
     from fsdpckpt.comm.protocol import decode_error, original_error
 
     workers = local_workers(launch.nproc_per_node or "auto")
-    with tempfile.TemporaryDirectory(prefix="fsdpckpt-") as directory:
+    with _request_directory() as directory:
         request = os.path.join(directory, REQUEST)
         with open(request, "w", encoding="utf-8") as file:
             json.dump({"source": source, "target": target, "options": asdict(options), "launch": asdict(launch)}, file)
@@ -188,6 +191,30 @@ def _launched(source: str, target: str, options: ConvertOptions, launch: LaunchO
         result = _read(directory)
     process_role.worker, process_role.speaker = True, 0 if result["speaks"] else -1  # of several nodes one says it
     return Report.from_json(result["report"])
+
+
+_PREFIX = "fsdpckpt-request-"
+_SECONDS_TO_LOCK = 60  # after it was made, a request's directory is locked, or whoever made it is gone
+
+
+@contextmanager
+def _request_directory() -> Iterator[str]:
+    """A directory for the request to the workers, locked; those of launchers that were killed are removed: a request
+    has the URLs as they were given, with what opens them.
+    """
+    for entry in os.scandir(tempfile.gettempdir()):
+        if entry.name.startswith(_PREFIX):
+            with suppress(OSError):  # another user's, or another launcher removes it
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > _SECONDS_TO_LOCK:
+                    lock_path(entry.path, os.O_RDONLY | os.O_DIRECTORY).close()
+                    shutil.rmtree(entry.path)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
+        lock = lock_path(directory, os.O_RDONLY | os.O_DIRECTORY, wait=True)
+        try:
+            yield directory
+        finally:
+            lock.close()
 
 
 def _read(directory: str) -> dict[str, Any]:

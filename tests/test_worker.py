@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
+from fsdpckpt import worker
 from fsdpckpt.converters import PlannedFile, Report
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
@@ -141,3 +145,23 @@ def test_nothing_is_heard_of_a_worker_that_says_nothing(tmp_path) -> None:
     with follow_progress(str(tmp_path / "progress"), heard):
         pass
     assert heard.events == []
+
+
+def test_the_requests_of_launchers_that_were_killed_are_removed_and_those_of_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have URLs as they were given, with passwords."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed, new = tmp_path / "fsdpckpt-request-killed", tmp_path / "fsdpckpt-request-new"
+    for path in (killed, new):
+        path.mkdir()
+    (killed / "request.json").write_text("s3://KEY:secret@bucket")
+    long_ago = time.time() - 3600
+    with worker._request_directory() as running:
+        for path in (Path(running), killed):
+            os.utime(path, (long_ago, long_ago))
+        (tmp_path / "fsdpckpt-request-file").write_text("")
+        with worker._request_directory() as second:
+            left = {path for path in tmp_path.iterdir() if path.is_dir()}
+            assert left == {Path(running), Path(second), new}
+    assert {path for path in tmp_path.iterdir() if path.is_dir()} == {new}

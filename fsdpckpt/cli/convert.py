@@ -225,8 +225,9 @@ def done_lines(report: Report) -> Iterator[str]:
     rate = size_text(int(report.bytes_written / report.seconds)) if report.seconds > 0 else "-"
     # The first size is that of the values, as verify gives it: files have headers, too, and some may be links.
     yield f"  {plural(report.tensors, 'tensor')}, {size_text(report.tensor_bytes)}; verified: {report.verified}"
+    done = "compared" if report.was_complete else "written"
     yield (
-        f"  {plural(_files_written(report), 'file')} written, {size_text(report.bytes_written)}, "
+        f"  {plural(_files_written(report), 'file')} {done}, {size_text(report.bytes_written)}, "
         f"{duration_text(report.seconds)} ({rate}/s)"
     )
     for line in _linked_text(report):

@@ -1,12 +1,15 @@
 """Uploads to a repository of the Hugging Face Hub: all files appear with one commit, and older ones go with it.
 
-Of buckets, which have no commits, and of what several workers send, ``RemoteTarget`` keeps readers out instead.
+In buckets, which have no commits, and of what several workers send, each file appears alone, in the order of any upload
+(``storage.upload``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +45,66 @@ def require_hub_place(remote: RemoteTarget) -> None:
     )
 
 
+def hub_target_kind(filesystem: Any, root: str, *, alone: bool) -> type[RemoteTarget]:
+    """How files are sent to ``root``. ``alone``: by one process."""
+    if not is_hub(filesystem):
+        return RemoteTarget
+    return HubTarget if alone and is_repository(filesystem, root) else HubFiles
+
+
+_PROGRESS_BARS = threading.RLock()
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Without those of huggingface_hub: the command has its own."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    with _PROGRESS_BARS:
+        silent = are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
+            yield
+        finally:
+            if not silent:
+                enable_progress_bars()
+
+
+@dataclass(frozen=True, slots=True)
+class HubFiles(RemoteTarget):
+    """See ``RemoteTarget``. huggingface_hub's files would copy each to the disk first, and leave the copy there when
+    sending it fails.
+    """
+
+    def put(self, name: str, data: bytes | bytearray) -> None:
+        self._send_one(name, bytes(data))
+
+    def _upload(self, name: str, path: str, nbytes: int, options: UploadOptions) -> None:
+        self._send_one(name, path)
+        options.advance(nbytes)
+
+    def _send_one(self, name: str, content: str | bytes) -> None:
+        """Send one file: what is at a path, or some bytes. Raises TargetUnwritableError."""
+        where = self.filesystem.resolve_path(self._path(name))
+
+        def send() -> None:
+            if not is_repository(self.filesystem, self.root):
+                self.filesystem._api.batch_bucket_files(where.bucket_id, add=[(content, where.path)])
+                return
+            self.filesystem._api.upload_file(
+                path_or_fileobj=content,
+                path_in_repo=where.path_in_repo,
+                repo_id=where.repo_id,
+                repo_type=where.repo_type,
+                revision=where.revision,
+                commit_message=f"fsdpckpt {__version__}",
+            )
+
+        with _without_progress_bars():
+            with_retries(send, url=self._url(name), action="uploading it", make_error=target_error)
+        self.filesystem.invalidate_cache()
+
+
 @dataclass(frozen=True, slots=True)
 class HubTarget(RemoteTarget):
     """See ``RemoteTarget``: nothing is there before ``finish``."""
@@ -55,7 +118,6 @@ class HubTarget(RemoteTarget):
     def finish(self, files: Mapping[str, str], names: Collection[str], options: UploadOptions, *, upload: str) -> None:
         """Commit ``files``, and delete what is there and not among ``names``. Raises TargetUnwritableError."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
         where = self.filesystem.resolve_path(self.root)
         deleted = [name for name in self.names if name not in names]
@@ -74,13 +136,8 @@ class HubTarget(RemoteTarget):
                 revision=where.revision,
             )
 
-        silent = are_progress_bars_disabled()
-        disable_progress_bars()  # the command has its own
-        try:
+        with _without_progress_bars():
             with_retries(commit, url=self.url, action="committing it", make_error=target_error)
-        finally:
-            if not silent:
-                enable_progress_bars()
         self.filesystem.invalidate_cache()
         for name, path in files.items():
             nbytes = os.path.getsize(path)

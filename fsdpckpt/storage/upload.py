@@ -346,16 +346,13 @@ def open_target(url: str, source: str, *, state: TargetState) -> RemoteTarget:
             file=url,
             next_step="give a path, or the URL of an object store (s3://, gs://, abfs://)",
         )
-    _refuse_source(url, source, target)
+    require_apart_from(url, source, target)
     try:
         filesystem, root = filesystem_of(target, examples="s3://, gs://, ...")
     except SourceError as error:  # the same is true of a target
         raise TargetUnwritableError(error.what, why=error.why, file=url, next_step=error.next_step) from error
     root = root.rstrip("/")
-    if is_url(source):  # s3:// and s3a:// name one object
-        other, name = filesystem_of(source)
-        if type(other) is type(filesystem):
-            _refuse_source(url, name, root)
+    require_apart_in_store(url, source, filesystem, root)
     filesystem.invalidate_cache()
     listed = request_target(lambda: list(_find(filesystem, root)), url=url, action="listing it")
     objects = (name for name in listed if not name.endswith("/"))  # else it is a directory's placeholder
@@ -398,12 +395,28 @@ def refuse_odd_names(url: str) -> None:
         )
 
 
-def _refuse_source(url: str, source: str, target: str) -> None:
-    source_prefix, target_prefix = source.rstrip("/") + "/", target + "/"
-    if source_prefix.startswith(target_prefix) or target_prefix.startswith(source_prefix):
-        raise UsageError(
-            f"one of {url} and the source is inside the other", file=url, next_step="give a DST outside of SRC"
-        )
+def require_apart_from(url: str, source: str, target: str, *, above: bool = True) -> None:
+    """Raises UsageError if ``target``, which messages call ``url``, is ``source`` or lies in it; with ``above`` also if
+    it contains it.
+    """
+    source_prefix, target_prefix = source.rstrip("/") + "/", target.rstrip("/") + "/"
+    relation = ""
+    if source_prefix == target_prefix:
+        relation = "is the source, which is never written to"
+    elif target_prefix.startswith(source_prefix):
+        relation = "lies inside the source, which is never written to"
+    elif above and source_prefix.startswith(target_prefix):
+        relation = "contains the source"
+    if relation:
+        raise UsageError(f"{url} {relation}", file=url, next_step="give a DST outside of SRC")
+
+
+def require_apart_in_store(url: str, source: str, filesystem: Any, root: str, *, above: bool = True) -> None:
+    """``require_apart_from`` for the place ``root`` of ``filesystem``: s3:// and s3a:// name one object."""
+    if is_url(source):
+        other, name = filesystem_of(source)
+        if type(other) is type(filesystem):
+            require_apart_from(url, name, root, above=above)
 
 
 def _refuse_existing(remote: RemoteTarget, *, overwrite: bool) -> None:

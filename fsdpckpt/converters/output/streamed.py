@@ -310,6 +310,9 @@ class Streamed(Spooled):
             why = f"because its source has changed ({changed_sources[0]})"
             what = f"what an interrupted run had sent to {self._url} was sent again"
             return Note("cleared", f"{what}, {why}: started from the beginning")
+        if any(self._found_journals) and self._requested.resume is not False:
+            why = "none of its objects is there, complete"
+            return Note("cleared", f"an interrupted upload to {self._url} was begun anew: {why}")
         if self._requested.resume:
             return Note("cleared", "there was nothing to resume: started from the beginning")
         return None

@@ -51,7 +51,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, LinkMode, OutputScope, VerifyLevel
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import UPLOADING, is_url
-from fsdpckpt.storage.hub import HubTarget, is_repository, require_hub_place
+from fsdpckpt.storage.hub import hub_target_kind, require_hub_place
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
 from fsdpckpt.storage.staging import InterruptedRun
 from fsdpckpt.storage.target_checks import TargetState, require_apart
@@ -128,8 +128,7 @@ class Spooled(Rename):
         self._replaced = tuple(PlannedFile(*each) for each in replaced)
         with self.group.step("open the target"):
             filesystem = self._run_watched(lambda _: filesystem_of(url)[0])
-            in_one_commit = isinstance(self.group, Solo) and is_repository(filesystem, root)
-            kind = HubTarget if in_one_commit else RemoteTarget
+            kind = hub_target_kind(filesystem, root, alone=isinstance(self.group, Solo))
             self._remote = kind(url, filesystem, root, tuple(names))
         self._choose_spool(Spool.of(url, self._requested.staging))
         self.target = self._spool.path

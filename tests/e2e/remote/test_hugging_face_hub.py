@@ -10,6 +10,8 @@ import pytest
 
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError, SourceMissingError, TargetExistsError, TargetUnwritableError
+from fsdpckpt.storage.hub import hub_target_kind
+from fsdpckpt.storage.upload import UploadOptions
 from tests.e2e.remote.hub import BUCKET, REPOSITORY, Hub, serve_hub
 
 MODEL, RUNS = f"hf://{REPOSITORY}", f"hf://buckets/{BUCKET}"
@@ -99,3 +101,24 @@ def test_a_repository_that_is_not_there_is_an_error_before_anything_is_read(hub:
     with pytest.raises(TargetUnwritableError, match="does not exist"):
         fsdpckpt.convert(files / "full.pt", "hf://someone/else/out.pt")
     assert hub.commits == []
+
+
+def test_files_that_are_not_sent_in_one_commit_take_no_second_copy_on_the_disk(
+    hub: Hub, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As several workers send them, and to a bucket, which this server does not write to."""
+    filesystem, root = fsspec.core.url_to_fs(f"{MODEL}/apart")
+    target = hub_target_kind(filesystem, root, alone=False)(f"{MODEL}/apart", filesystem, root, ())
+    names = {"a.pt": str(files / "full.pt"), "b.pt": str(files / "twin.pt")}
+    options = UploadOptions(1 << 20, lambda _: None, lambda *_: False, lambda *_: None, None, lambda: None)
+    target.begin(dict.fromkeys(names, 1), "one")
+    target.send(names, options)
+    assert target.is_own("one")
+    target.finish(names, names, options, upload="one")
+    assert {path for path in hub.files if path.startswith("apart/")} == {"apart/a.pt", "apart/b.pt"}
+    assert hub.files["apart/b.pt"] == (files / "twin.pt").read_bytes()
+    with pytest.raises(TargetUnwritableError, match="uploading it failed"):
+        fsdpckpt.convert(files / "full.pt", f"{RUNS}/out.pt")
+    left = [path.name for path in (tmp_path / "staging").iterdir()]
+    assert not [name for name in left if not name.startswith("fsdpckpt-")], left
+    assert "Upload" not in capfd.readouterr().err

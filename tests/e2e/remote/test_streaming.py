@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fsdpckpt
+from fsdpckpt.cli.convert import done_lines
 from fsdpckpt.converters import check
 from fsdpckpt.converters.output import streamed
 from fsdpckpt.errors import (
@@ -265,6 +266,26 @@ def test_what_was_sent_is_not_sent_again(s3: Proxy, files: Path, staging: Path, 
     assert content(s3, "broken/__0_0.distcp") == (tmp_path / "here" / "__0_0.distcp").read_bytes()
     assert fsdpckpt.verify("s3://runs/broken").whole  # the sums in fsdpckpt.json are those of all files
     assert list(staging.iterdir()) == []
+
+
+def test_an_upload_of_which_nothing_is_complete_is_begun_anew_and_says_so(s3: Proxy, files: Path) -> None:
+    broken(s3, "s3://runs/full.pt")
+    for name in keys(s3, "broken/__"):
+        client(s3).delete_object(Bucket="runs", Key=name)
+    report = fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", **DCP)
+    assert [note.message for note in report.notes if note.kind == "cleared"] == [
+        "an interrupted upload to s3://runs/broken was begun anew: none of its objects is there, complete"
+    ]
+    report = fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", resume=True, **DCP)
+    assert report.was_complete
+    assert any("5 files compared" in line for line in done_lines(report))
+
+
+def test_a_run_in_a_store_is_not_converted_into_itself(s3: Proxy, files: Path) -> None:
+    """The next --each '*' would take it for a checkpoint."""
+    for out in ("s3://runs/new", "s3a://runs"):
+        with pytest.raises(UsageError, match="the source"):
+            list(fsdpckpt.convert_each("s3://runs", out, "*", to="full"))
 
 
 def test_an_object_that_changed_since_it_was_sent_is_sent_again(s3: Proxy, files: Path) -> None:

@@ -285,8 +285,10 @@ def test_what_is_no_checkpoint_is_never_replaced(target: str, s3: Proxy, files: 
 
 
 def test_targets_that_cannot_be_are_refused_at_once(s3: Proxy, files: Path) -> None:
-    with pytest.raises(UsageError, match="is inside the other"):
-        fsdpckpt.convert("s3://runs/dcp", "s3://runs/dcp/below", to="sharded", world_size=2)
+    for target, relation in (("dcp/below", "lies inside"), ("dcp", "is"), ("", "contains")):
+        for scheme in ("s3", "s3a"):
+            with pytest.raises(UsageError, match=f"{relation} the source"):
+                fsdpckpt.convert("s3://runs/dcp", f"{scheme}://runs/{target}", to="sharded", world_size=2)
     with pytest.raises(TargetUnwritableError, match="does not write to them"):
         fsdpckpt.convert(files / "full.pt", "http://127.0.0.1:1/full.pt")
     with pytest.raises(TargetUnwritableError, match="no-such-bucket"):
