@@ -10,6 +10,7 @@ A store is known by the package of its fsspec file system.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from abc import ABC, abstractmethod
@@ -20,8 +21,9 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from fsdpckpt.errors import TargetUnwritableError
-from fsdpckpt.storage.retry import target_error, with_retries
+from fsdpckpt.storage.retry import OF_AN_UPLOAD, is_missing, target_error, with_retries
 
+_SENDING, _ENDING = OF_AN_UPLOAD
 MAX_PARTS = 10_000  # of one object in S3 and Google; Azure takes more
 
 Leftovers: TypeAlias = "Iterator[tuple[str, Callable[[], object]]]"
@@ -54,7 +56,7 @@ class PartsUpload(ABC):
 
     def send(self, number: int, data: bytes | bytearray) -> None:
         """Send part ``number``, counted from 0. Raises TargetUnwritableError."""
-        self.tags[number] = self._send(number, data, f"uploading part {number + 1}")
+        self.tags[number] = self._send(number, data, f"{_SENDING} {number + 1}")
 
     @abstractmethod
     def _send(self, number: int, data: bytes | bytearray, action: str) -> str: ...
@@ -86,7 +88,21 @@ class S3Upload(PartsUpload):
     def complete(self) -> None:
         parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in sorted(self.tags.items())]
         upload = {"UploadId": self.upload, "MultipartUpload": {"Parts": parts}}
-        self._call("complete_multipart_upload", "ending the upload", **upload)
+        try:
+            self._call("complete_multipart_upload", _ENDING, **upload)
+        except TargetUnwritableError as error:
+            # A store ends an upload once. If that answer was lost, it knows of none when it is asked again.
+            cause = error.__context__
+            if cause is None or not is_missing(cause) or not self._is_there():
+                raise
+
+    def _is_there(self) -> bool:
+        """Whether the object is the one of these parts: S3 makes its tag of theirs, where those are MD5 sums."""
+        with suppress(TargetUnwritableError, ValueError):
+            found = str(self._call("head_object", "looking it up")["ETag"]).strip('"')
+            sums = b"".join(bytes.fromhex(tag.strip('"')) for _, tag in sorted(self.tags.items()))
+            return found == f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(self.tags)}"
+        return False
 
     def abort(self) -> None:
         with suppress(TargetUnwritableError):  # the next run aborts it, and the cause is what matters
@@ -130,7 +146,7 @@ class GoogleUpload(PartsUpload):
             for number, tag in sorted(self.tags.items())
         )
         body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>"
-        self._call("POST", f"?{self._query}", "ending the upload", data=body.encode())
+        self._call("POST", f"?{self._query}", _ENDING, data=body.encode())
 
     def abort(self) -> None:
         with suppress(TargetUnwritableError):  # the next run aborts it, and the cause is what matters
@@ -203,7 +219,7 @@ class AzureUpload(PartsUpload):
 
         blocks = [BlobBlock(self._block(number)) for number in sorted(self.tags)]
         marked = {"is_directory": "false"}  # as adlfs does
-        self._call("commit_block_list", "ending the upload", blocks, metadata=marked)
+        self._call("commit_block_list", _ENDING, blocks, metadata=marked)
 
     def abort(self) -> None:
         """Blocks cannot be deleted. Azure does it after a week, or when other blocks are committed."""

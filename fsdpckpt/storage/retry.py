@@ -36,6 +36,7 @@ _ERROR_CLASSES = (
     ("httpx", "HTTPError"),  # of huggingface_hub, in its newer versions httpx2
     ("httpx2", "HTTPError"),
 )
+OF_AN_UPLOAD = ("uploading part", "ending the upload")  # actions for which an upload has to be there, begun before
 _FINAL_NUMBERS = {errno.EINVAL, errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENOSYS}
 _FINAL_NUMBERS |= {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EREMCHG}
 _FINAL_NAMES = ("Credential", "ParamValidation", "Auth", "InvalidURL", "NonHttpUrl", "Certificate")
@@ -158,6 +159,8 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
     if denied:
         why = "the credentials are missing or expired, or do not allow it"
         next_step = "check the credentials of this store"
+    elif is_missing(error) and action.startswith(OF_AN_UPLOAD):
+        why = "another run, or a rule of the bucket for uploads that take long, has removed the parts that were sent"
     elif is_missing(error):
         why, next_step = "there is no such bucket or container", "create it or correct its name"
     elif attempts > 1:

@@ -243,6 +243,18 @@ def test_what_a_broken_upload_has_completed_is_not_sent_again(store: Store, larg
     assert list((tmp_path / "staging").iterdir()) == []
 
 
+def test_two_processes_send_parts_of_one_object_and_the_first_completes_it(store: Store) -> None:
+    first = begin_parts(store.direct, "runs/shared", store.url("shared"))
+    second = begin_parts(store.direct, "runs/shared", store.url("shared"), first.upload)
+    data = [bytes([number]) * (5 << 20) for number in range(2)]
+    second.send(1, data[1])
+    first.send(0, data[0])
+    assert store.names("shared") == set()
+    first.tags.update(second.tags)
+    first.complete()
+    assert store.content("shared") == b"".join(data)
+
+
 def test_parts_that_killed_uploads_left_are_removed_and_those_of_neighbours_are_not(store: Store, files: Path) -> None:
     if store.scheme == "abfs":
         pytest.skip("Azure removes blocks itself")

@@ -268,6 +268,48 @@ def test_what_was_sent_is_not_sent_again(s3: Proxy, files: Path, staging: Path, 
     assert list(staging.iterdir()) == []
 
 
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Two parts."""
+    torch.manual_seed(1)
+    torch.save({"model": {"weight": torch.randn(1157, 1201)}}, tmp_path / "large.pt")
+    return tmp_path / "large.pt"
+
+
+def test_an_upload_is_complete_although_the_answer_that_says_so_was_lost(s3: Proxy, large: Path) -> None:
+    """The store knows no such upload when it is asked again to end it."""
+    asked: list[str] = []
+
+    def lose(method: str, path: str, number: int | None) -> str | None:
+        if method == "POST" and path.endswith("/large.pt"):
+            asked.append(path)
+            return (None, "short", "404 NoSuchUpload")[min(len(asked) - 1, 2)]  # to its begin, and twice to its end
+        return None
+
+    s3.fault = lose
+    assert fsdpckpt.convert(large, "s3://runs/large.pt", to="full").streamed
+    s3.fault = None
+    assert len(asked) == 3
+    assert fsdpckpt.diff("s3://runs/large.pt", large).same
+
+
+def test_an_upload_whose_parts_were_removed_meanwhile_is_an_error_that_says_so(
+    s3: Proxy, large: Path, staging: Path
+) -> None:
+    def remove(method: str, path: str, number: int | None) -> str | None:
+        sent = [each for each in s3.seen if "partNumber=2" in each.query]
+        return "404 NoSuchUpload" if method == "POST" and path.endswith("/large.pt") and sent else None
+
+    s3.fault = remove
+    with pytest.raises(TargetUnwritableError, match="ending the upload failed") as caught:
+        fsdpckpt.convert(large, "s3://runs/large.pt", to="full", threads=1)
+    s3.fault = None
+    assert "has removed the parts" in str(caught.value.why), caught.value
+    assert not keys(s3, "large.pt")
+    fsdpckpt.convert(large, "s3://runs/large.pt", to="full")
+    assert fsdpckpt.diff("s3://runs/large.pt", large).same
+
+
 def test_an_upload_of_which_nothing_is_complete_is_begun_anew_and_says_so(s3: Proxy, files: Path) -> None:
     broken(s3, "s3://runs/full.pt")
     for name in keys(s3, "broken/__"):
