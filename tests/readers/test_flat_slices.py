@@ -389,7 +389,7 @@ def test_an_optimizer_that_was_gathered_on_rank_0_is_whole(tmp_path: Path, other
     if form != "names":
         assert found.layout is Layout.FLATTENED
         return
-    assert (found.layout, [problem for problem in found.problems if problem.fatal]) == (Layout.FULL, [])
+    assert (found.layout, found.problems) == (Layout.FULL, ())
     assert found.optim is not None and held(found.optim.state, found.files) == held(state, ())
 
 
@@ -561,3 +561,20 @@ def test_a_file_is_one_of_several_only_if_its_name_and_its_vectors_say_so(
     problems = opened(tmp_path / f"{name}.pt").problems
     assert [problem.kind for problem in problems] == ([] if others is None else ["missing-rank"])
     assert all(str(others) in problem.message for problem in problems)
+
+
+def test_sections_that_were_gathered_on_rank_0_are_whole_in_files_of_their_own(tmp_path: Path) -> None:
+    model = {"w": randn(4, 3), "b": randn(4)}
+    state = {name: {"exp_avg": value / 2, "step": torch.tensor(2.0)} for name, value in model.items()}
+    sections = {"model": model, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": ["w", "b"]}]}}
+    for rank in range(3):
+        for section, content in sections.items():
+            torch.save({} if rank else content, tmp_path / f"{section}_world_size_3_rank_{rank}.pt")
+    assert fsdpckpt.verify(tmp_path).whole
+    torch.save({"b": model["b"]}, tmp_path / "model_world_size_3_rank_2.pt")
+    assert {problem.key for problem in fsdpckpt.verify(tmp_path).problems} == {"w", "b"}
+
+
+def test_vectors_that_only_rank_0_has_may_be_its_slices(tmp_path: Path) -> None:
+    found = opened(save(tmp_path / "c", 3, lambda rank: {"model": {} if rank else {"b": randn(4)}}))
+    assert [(problem.kind, problem.key) for problem in found.problems] == [("missing-key", "model.b")]

@@ -107,15 +107,24 @@ class RankMerge:
         if not same:
             values = [_with_common_nan(value) if isinstance(value, dict) else value for value in values]
             keys = list(dict.fromkeys(chain(*(values[i] for i in present))))
+        checked = not same and not (place is _Place.ANYWHERE and self._gathered_on_one_rank(values))
         for key in keys:
             if same:
                 column = [value[key] for value in values]
             else:
                 column = [value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT for value in values]
             merged[key] = self.value(column, (*path, key), places.get(key, inner))
-            if not same and key not in in_blocks and not (in_optimizer and _holds_slices(merged[key])):
+            if checked and key not in in_blocks and not (in_optimizer and _holds_slices(merged[key])):
                 self._check_present(column, present, merged[key], (*path, key))
         return merged
+
+    def _gathered_on_one_rank(self, values: Sequence[object]) -> bool:
+        """Whether one rank has whole tensors and all others have an empty dict, as PyTorch returns it.
+
+        It does with ``rank0_only=True``, and for a full state dict with ``cpu_offload=True``.
+        """
+        holders = [i for i, value in enumerate(values) if value != {}]
+        return len(self._ranks_of(holders)) == 1 and _is_whole(values[holders[0]])
 
     def _without_empty(
         self, values: Sequence[dict[Key, object]], present: list[int], states: Mapping[Key, Blocks], path: KeyPath
@@ -319,6 +328,20 @@ def _is_gathered(state: object) -> bool:
     leaves = [leaf for entry in entries.values() if isinstance(entry, dict) for leaf in entry.values()]
     by_name = all(isinstance(key, str) and not is_flat_key(key) for key in entries)
     return by_name and any(isinstance(leaf, StoredTensor) and len(leaf.shape) > 1 for leaf in leaves)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether the tensors of a state dict are certain to be whole: none is distributed, and some have two dimensions,
+    in each of the dicts that it consists of.
+    """
+    if not isinstance(value, dict) or any(map(is_flat_key, value)):
+        return False
+    if is_optimizer(value):
+        return _is_gathered(value["state"]) and not _contains_distributed(value)
+    if any(isinstance(leaf, StoredTensor) and len(leaf.shape) > 1 for leaf in value.values()):
+        return not _contains_distributed(value)
+    parts = [part for part in value.values() if isinstance(part, dict)]
+    return bool(parts) and all(map(_is_whole, parts))
 
 
 def _holds_slices(value: Value) -> bool:
