@@ -325,6 +325,11 @@ def frozen(**other: Any) -> Callable[[dict[str, Any]], object]:
     return lambda made: [made[MODEL_0][f"frozen_param_{field}"].update(f=value) for field, value in other.items()]
 
 
+def shapes_of(entry: dict[Any, Any]) -> Callable[[dict[str, Any]], object]:
+    """The first rank has other shapes of its parameters."""
+    return lambda made: made[MODEL_0].update(param_shapes=[entry])
+
+
 def swapped_out(states: dict[str, Any], _: int) -> None:
     """What DeepSpeed 0.19's code saves of an optimizer on NVMe: empty flat tensors (not run with the library)."""
     states["fp32_flat_groups"] = [torch.zeros(0)]
@@ -412,6 +417,12 @@ REFUSALS = (
         "files of more ranks than an earlier DeepSpeed recorded",
         old_files(2, lambda made: made[MODEL].update(dp_world_size=1)),
         f"- saved by 1 rank: {OPTIM_0}, {MODEL}\n  - saved by more ranks: {OPTIM_1}\n",
+    ),
+    *(
+        corrupt(
+            f"param_shapes of {entry}", old_files(3, shapes_of(entry)), f"{MODEL_0}: param_shapes has {says} with an"
+        )
+        for entry, says in (({"w": None}, "'w'"), ({"w": [-3]}, "'w'"), ({7: [3, 5]}, "7"))
     ),
     *(
         corrupt(f"a frozen parameter that is {name}", old_files(3, frozen(**other)), what)
