@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceCorruptError
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, require_parts
 from tests.readers.played_ranks import as_rank
 
 Change = Callable[[int, dict[str, Any]], None]
@@ -94,7 +94,7 @@ def save(
 def same(path: Path, whole: Mapping[str, torch.Tensor]) -> None:
     found = torch.load(path)["model"]
     assert list(found) == list(whole)
-    assert all(identical(found[name], tensor) for name, tensor in whole.items())
+    require_parts(found, whole)
 
 
 @pytest.mark.parametrize(("make", "world_size"), [(Net, 4), (Uneven, 3), (Uneven, 8)])
@@ -111,7 +111,7 @@ def test_local_tensors_are_put_together_as_the_optimizers_dtensors_are_cut(
     fsdpckpt.convert(tmp_path / "s", tmp_path / "two", world_size=2, only="model", buffers=buffers)
     fsdpckpt.convert(tmp_path / "two", tmp_path / "again.pt", only="model")
     again = torch.load(tmp_path / "again.pt")
-    assert all(identical(again[name], tensor) for name, tensor in whole.items())
+    require_parts(again, whole)
 
 
 def test_slices_that_are_equal_on_all_ranks_are_parts_all_the_same(tmp_path: Path) -> None:
