@@ -336,6 +336,11 @@ def swapped_out(states: dict[str, Any], _: int) -> None:
     states["optimizer_state_dict"]["state"][0]["exp_avg"] = torch.zeros(0)
 
 
+def shorter_moment(states: dict[str, Any], _: int) -> None:
+    of_parameter = states["optimizer_state_dict"]["state"][0]
+    of_parameter["exp_avg"] = of_parameter["exp_avg"][:-1]
+
+
 def two_states(states: dict[str, Any], _: int) -> None:
     states["base_optimizer_state"] = [states["base_optimizer_state"]["state"][0]] * 2
 
@@ -454,6 +459,12 @@ REFUSALS = (
         "a group more", step("zero1-grad-fp32", groups_of_module(3)), "2 flat tensors, and the module has 3 groups"
     ),
     corrupt("states more", old_files(2, of_ranks(two_states)), "it has the states of 2 of 1 flat tensors"),
+    unsupported(
+        "states that are not split like their weights",
+        old_files(3, of_ranks(shorter_moment)),
+        "the state exp_avg is not split like the weights",
+        "expected 8 elements, found shape [7]",
+    ),
     corrupt("empty flat tensors", old_files(3, of_ranks(swapped_out)), "flat tensors"),
     unsupported(
         "an optimizer on NVMe",
