@@ -144,7 +144,7 @@ _NOT_TIED: Mapping[Tensor, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class _RankLayout:
     """Lays out one file for each rank. ``pickles`` makes the writer of a rank, with the tensors that are tied."""
 
     world_size: int
@@ -214,7 +214,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     one_dimension = all(len(sharding.mesh.sizes) == 1 for sharding in cut.values())
     alike = spec.tensor is TensorForm.DTENSOR and one_dimension
     pickles = partial(pickles, world_size=world_size, shardings=cut, casts=casts)
-    ranks = _Ranks(world_size, pickles, cut, alike=alike)
+    ranks = _RankLayout(world_size, pickles, cut, alike=alike)
     files: list[TargetFile] = []
     leaves = checkpoint.params.values()
     tied = ties([leaf for leaf in leaves if isinstance(leaf, Tensor)])
