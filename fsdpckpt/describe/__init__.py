@@ -1,6 +1,6 @@
 """Describes what is at a path: one checkpoint, several of a run, or what is left of one. Reads no tensor data."""
 
-from fsdpckpt.describe.describe import Description, SectionSummary, describe, extra_json, json_value, stored_files
+from fsdpckpt.describe.describe import Description, describe, json_value, stored_files
 from fsdpckpt.describe.incomplete import Incomplete, describe_incomplete, suggest_readable
 from fsdpckpt.describe.rank_grid import FileGrid, FilesOfRanks, FileState, rank_grid
 from fsdpckpt.describe.run import Run, RunCheckpoint, describe_run
@@ -13,11 +13,9 @@ __all__ = [
     "Incomplete",
     "Run",
     "RunCheckpoint",
-    "SectionSummary",
     "describe",
     "describe_incomplete",
     "describe_run",
-    "extra_json",
     "json_value",
     "rank_grid",
     "stored_files",

@@ -93,7 +93,7 @@ class Sharding:
 
     None: the tensor is a DTensor on a submesh without that dimension, as FSDP2 makes of a parameter that tensor
     parallelism does not cut. All ranks along it hold the same. ``by_fsdp``: FSDP2 cut it last; False for DTensor's cuts
-    alone, which differ in the shape of a local tensor without elements (``layouts.local_sizes``). ``order``: the mesh
+    alone, which differ in the shape of a local tensor without elements (``layouts.emptied``). ``order``: the mesh
     dimensions as the DTensor's own mesh lists them, if that is not their order in ``mesh``: FSDP2 over tensor
     parallelism lists its own first, wherever they are. ``fsdp``: FSDP2's mesh dimension, if it is not the first that
     cuts (``fully_shard(dp_mesh_dims=...)`` on a mesh with tensor parallelism outside).

@@ -170,11 +170,6 @@ def emptied(size: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
     return size if dim is None or 0 not in size else (*size[:dim], 0, *size[dim + 1 :])
 
 
-def local_sizes(shape: tuple[int, ...], sharding: Sharding, rank: int) -> tuple[int, ...]:
-    """The shape of the local tensor of ``rank``: that of its box, unless it has no elements."""
-    return emptied(mesh_box(shape, sharding, rank).sizes, emptied_dimension(sharding))
-
-
 def is_cut_unevenly(shape: tuple[int, ...], sharding: Sharding, mesh_dim: int) -> bool:
     """Whether ``mesh_dim`` is FSDP2's and gives its ranks different parts of another tensor dimension than the first:
     ``fully_shard`` refuses that (``_init_sharded_param``).

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.converters.target.form_choice import writable_flavor
 from fsdpckpt.errors import SourceError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.options.commands import VerifyOptions
@@ -55,6 +54,8 @@ def _framework(options: VerifyOptions) -> Flavor | None:
     if options.flavor is None:
         refuse_unused(options, Scope.FRAMEWORK, "no framework is named", f"add {flags.for_('FLAVOR')}")
         return None
+    from fsdpckpt.converters.target.form_choice import writable_flavor  # with all of the converters
+
     return writable_flavor(options.flavor, flags.for_)
 
 

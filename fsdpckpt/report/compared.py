@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from statistics import median
 from typing import Any
 
@@ -22,9 +21,9 @@ MAX_KINDS = 6  # columns of the table of modules
 LONGEST_LIST = 8
 
 
-def compared_page(result: Difference, created: datetime | None = None) -> str:
-    """The page for a comparison. ``created``: None for now."""
-    return render("compared.html.jinja", created, {"command": "diff", **_content(result)})
+def compared_page(result: Difference) -> str:
+    """The page for a comparison."""
+    return render("compared.html.jinja", None, {"command": "diff", **_content(result)})
 
 
 def _content(result: Difference) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def layer_of(name: str) -> tuple[str, int] | None:
     return name[: match.start()] or "layers", int(match[1])
 
 
-def curve(title: str, layers: Sequence[int], lines: Sequence[Line], unit: str = "layer") -> dict[str, Any] | None:
+def curve(title: str, layers: Sequence[int], lines: Sequence[Line]) -> dict[str, Any] | None:
     """For the template, a drawing with a logarithmic axis; None if there is nothing above 0."""
     shown = [value for line in lines for value in line.values if value is not None and 0 < value < math.inf]
     if not shown or len(layers) < 2:
@@ -58,7 +58,7 @@ def curve(title: str, layers: Sequence[int], lines: Sequence[Line], unit: str = 
                 continue
             x, y = x_of(layer), y_of(value)
             runs[-1].append(f"{x:.1f},{y:.1f}")
-            dots.append((f"{x:.1f}", f"{y:.1f}", f"{unit} {layer}: {line.name} {value:.3g}"))
+            dots.append((f"{x:.1f}", f"{y:.1f}", f"layer {layer}: {line.name} {value:.3g}"))
         points = [" ".join(run) for run in runs if run]
         drawn.append({"name": line.name, "kind": line.kind, "points": points, "dots": dots})
     every = max(1, -(-(high - low) // 5))
@@ -71,7 +71,6 @@ def curve(title: str, layers: Sequence[int], lines: Sequence[Line], unit: str = 
         "left": LEFT,
         "right": WIDTH - RIGHT,
         "bottom": HEIGHT - 6,
-        "unit": unit,
         "lines": drawn,
         "ticks": ticks,
         "ends": ends,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from fsdpckpt.describe import Incomplete
 from fsdpckpt.report.figures import FigureTable
 from fsdpckpt.report.rank_rows import rank_rows
@@ -11,8 +9,8 @@ from fsdpckpt.report.render import render
 from fsdpckpt.text import count_text, dtypes_text, size_text
 
 
-def incomplete_page(left: Incomplete, created: datetime | None = None) -> str:
-    """``created``: None for now."""
+def incomplete_page(left: Incomplete) -> str:
+    """The page for what is left of a checkpoint."""
     error = left.error
     readable = [
         (
@@ -38,4 +36,4 @@ def incomplete_page(left: Incomplete, created: datetime | None = None) -> str:
         "readable": FigureTable(["section", "tensors", "elements", "bytes", "dtypes"], readable, frozenset({1, 2, 3})),
         "commands": [("convert what can be read", command) for command in left.commands],
     }
-    return render("incomplete.html.jinja", created, values)
+    return render("incomplete.html.jinja", None, values)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdpckpt.flat import (
+from fsdpckpt.flat.slices import (
     is_number_per_rank,
     is_sliced,
     is_step,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from fsdpckpt.ir.placements import MeshShape, Sharding
 from fsdpckpt.ir.tensors import contiguous_stride
-from fsdpckpt.layouts import as_fully_shard, last_cuts_of_empty, local_sizes, mesh_box
+from fsdpckpt.layouts import as_fully_shard, emptied, emptied_dimension, last_cuts_of_empty, mesh_box
 from tests.layouts.test_sharded import ours
 from tests.oracle.compare import identical
 from tests.readers.played_ranks import as_rank
@@ -99,7 +99,7 @@ def test_every_rank_holds_what_fully_shard_gives_it(mesh: dict[str, int]) -> Non
             shape, sharding = parameter[0], sharding_of(mesh, parameter)
             box = mesh_box(shape, sharding, rank)
             local = value._local_tensor
-            assert tuple(local.shape) == local_sizes(shape, sharding, rank), (parameter, rank)
+            assert tuple(local.shape) == emptied(box.sizes, emptied_dimension(sharding)), (parameter, rank)
             assert local.stride() == contiguous_stride(box.sizes), (parameter, rank)
             if box.numel:
                 there = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
@@ -121,7 +121,8 @@ def test_distribute_tensor_alone_leaves_the_sizes_that_its_cuts_give() -> None:
                     whole = torch.zeros(shape)
                     local = distribute_tensor(whole, device_mesh, plan, src_data_rank=None).to_local()
                     sharding = Sharding(mesh, tuple(ours(plan)), by_fsdp=False)
-                    assert tuple(local.shape) == local_sizes(shape, sharding, rank), (plan, shape, rank)
+                    sizes = mesh_box(shape, sharding, rank).sizes
+                    assert tuple(local.shape) == emptied(sizes, emptied_dimension(sharding)), (plan, shape, rank)
                     if not local.numel():
                         placements, place = tuple(ours(plan)), mesh.coordinate(rank)
                         last = last_cuts_of_empty(shape, mesh.sizes, placements, place, tuple(local.shape))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -85,10 +84,9 @@ class OutputPlaces:
         return self.seen_from(worker).locate(name)
 
 
-def node_label(environment: Mapping[str, str] | None = None) -> str:
+def node_label() -> str:
     """The node this worker runs on, as numbered by torchrun or srun; empty without either."""
-    variables = os.environ if environment is None else environment
-    return variables.get("GROUP_RANK") or variables.get("SLURM_NODEID") or ""
+    return os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or ""
 
 
 def open_places(
