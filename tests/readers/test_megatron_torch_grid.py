@@ -197,6 +197,58 @@ class Run:
         return run
 
 
+@dataclass
+class Latent(Run):
+    """A job whose attention is latent. ``duplicated``: whether each rank has the whole projections to latents."""
+
+    duplicated: bool = True
+
+    def add(self, name: str, shape: tuple[int, ...], cut: Cut) -> None:
+        layer = name.removesuffix("self_attention.linear_qkv.weight")
+        if layer == name:
+            super().add(name, (WIDTH, HEADS * VALUE) if "linear_proj" in name else shape, cut)
+            return
+        down = copy if self.duplicated else rows
+        for own, rows_of_it, how in (
+            ("q_down_proj.weight", QUERY_LATENT, down), ("q_up_proj.weight", HEADS * (KEY + ROTARY), rows),
+            ("kv_down_proj.weight", LATENT + ROTARY, down), ("kv_up_proj.weight", HEADS * (KEY + VALUE), rows),
+        ):  # fmt: skip
+            inner = {"q_up_proj.weight": QUERY_LATENT, "kv_up_proj.weight": LATENT}.get(own, WIDTH)
+            super().add(f"{layer}self_attention.linear_{own}", (rows_of_it, inner), how)
+        for own, width in (("q_up_proj.layer_norm_weight", QUERY_LATENT), ("kv_up_proj.layer_norm_weight", LATENT)):
+            super().add(f"{layer}self_attention.linear_{own}", (width,), copy)
+
+    def arguments(self, rank: int, world: int) -> argparse.Namespace:
+        latent = {"q_lora_rank": QUERY_LATENT, "kv_lora_rank": LATENT, "qk_head_dim": KEY, "v_head_dim": VALUE}
+        usual = vars(super().arguments(rank, world))
+        return argparse.Namespace(**{**usual, **latent, "qk_pos_emb_head_dim": ROTARY, "multi_latent_attention": True})
+
+
+QUERY_LATENT, LATENT, KEY, ROTARY, VALUE = 10, 4, 3, 2, 5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("duplicated", [True, False])
+def test_latent_attention_is_cut_as_the_recorded_sizes_say(duplicated: bool, tmp_path: Path) -> None:
+    run = Latent(tensor=2, stages=2, duplicated=duplicated)
+    source = run.save(tmp_path / "run")
+    assert not fsdpckpt.verify(source).problems
+    fsdpckpt.convert(source, tmp_path / "full.pt", verify="full")
+    state = torch.load(tmp_path / "full.pt", weights_only=False)
+    for key, value in run.whole.items():
+        assert identical(state["model"][key], value), key
+        for moment, expected in run.states[key].items():
+            assert identical(state["optimizer"]["state"][key][moment], expected), (key, moment)
+
+    def other_sizes(content: dict[str, Any]) -> None:
+        content["args"].v_head_dim += 1
+
+    with pytest.raises(
+        SourceUnsupportedError, match=r"linear_kv_up_proj\.weight: 2 shards of \d+ make 32, and args say"
+    ):
+        opened(run.save(tmp_path / "changed", other_sizes))
+
+
 RUNS: dict[str, dict[str, Any]] = {
     "stages": {"stages": 2},
     "uneven stages with tensor parallelism": {"tensor": 2, "stages": 3, "layers": (1, 2, 0)},
@@ -357,3 +409,16 @@ def test_some_parameters_of_a_parallel_model_are_no_part_of_one_rank(chosen: dic
     arguments: Any = found.extra["args"]
     sizes = [arguments.state[f"{kind}_model_parallel_size"] for kind in ("tensor", "pipeline")]
     assert sizes == [1, 1] and arguments.state["num_layers"] == sum(run.layers)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_without_float32_weights_is_refused_for_what_it_lacks(tmp_path: Path) -> None:
+    """``FP32Optimizer`` saves torch's own state dict: numbers, and nothing that says whose they are."""
+
+    def without(content: dict[str, Any]) -> None:
+        content["optimizer"] = content["optimizer"]["optimizer"]
+
+    source = Run(tensor=2, layers=(2,)).save(tmp_path / "run", without)
+    (problem,) = fsdpckpt.verify(source).problems
+    assert "has no float32 weights (fp32_from_fp16_params), as of a model in float32" in problem.message
+    fsdpckpt.convert(source, tmp_path / "model.pt", only="model")

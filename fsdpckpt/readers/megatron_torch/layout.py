@@ -7,12 +7,14 @@ that is not known is refused.
 ``linear_qkv`` has query, key and value of one query group after the other, so that a rank's groups follow each other
 (``megatron/core/transformer/attention.py``); ``linear_fc1`` of a gated MLP has the gate before the value, each cut by
 itself (``megatron/core/transformer/mlp.py``), as has that of an expert (``megatron/core/transformer/moe/experts.py``).
+Latent attention projects queries, keys and values up head by head, and to latents on each rank or a part of them on
+each (``megatron/core/transformer/multi_latent_attention.py``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -26,6 +28,8 @@ class _Cut(Enum):
     HEADS = auto()
     INNER = auto()
     OUTER = auto()
+    OF_HEADS = auto()
+    DOWN = auto()
 
 
 _MLP_WIDTH, _EXPERT_WIDTH = "ffn_hidden_size", "moe_ffn_hidden_size"
@@ -35,13 +39,19 @@ _INTERLEAVED = "moe_mlp_glu_interleave_size"
 
 @dataclass(frozen=True, slots=True)
 class _CutRule:
-    """How parameters whose names match ``pattern`` are cut. ``width``: the argument that has the width of their MLP."""
+    """How parameters whose names match ``pattern`` are cut. ``width``: the argument that has the width of their MLP;
+    ``rows``: those that together have the rows of a projection of latent attention, or the rows of each head.
+    """
 
     pattern: re.Pattern[str]
     cut: _Cut
     width: str = _MLP_WIDTH
+    rows: tuple[str, ...] = ()
 
 
+_LATENT = "multi_latent_attention"
+_QUERY, _KEY_VALUE = ("qk_head_dim", "qk_pos_emb_head_dim"), ("qk_head_dim", "v_head_dim")
+_LATENTS = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 _LAYER = r"decoder\.layers\.\d+\."
 _SEQUENTIAL, _GROUPED = r"experts\.local_experts\.\d+", r"experts"
 _RULES = tuple(
@@ -67,6 +77,12 @@ _RULES = tuple(
         (rf"{_LAYER}mlp\.shared_experts\.linear_fc1\.(?:weight|bias)", _Cut.INNER, _SHARED_WIDTH),
         (rf"{_LAYER}mlp\.shared_experts\.linear_fc2\.weight", _Cut.OUTER, _SHARED_WIDTH),
         (rf"{_LAYER}mlp\.shared_experts\.(?:linear_fc2\.bias|gate_weight)", _Cut.WHOLE),
+        (rf"{_LAYER}self_attention\.kv_layernorm\.(?:weight|bias)", _Cut.WHOLE),
+        (rf"{_LAYER}self_attention\.linear_(?:q|kv)_up_proj\.layer_norm_(?:weight|bias)", _Cut.WHOLE),
+        (rf"{_LAYER}self_attention\.linear_q_(?:up_)?proj\.weight", _Cut.OF_HEADS, "", _QUERY),
+        (rf"{_LAYER}self_attention\.linear_kv_up_proj\.weight", _Cut.OF_HEADS, "", _KEY_VALUE),
+        (rf"{_LAYER}self_attention\.linear_q_down_proj\.weight", _Cut.DOWN, "", _LATENTS["q"]),
+        (rf"{_LAYER}self_attention\.linear_kv_down_proj\.weight", _Cut.DOWN, "", _LATENTS["kv"]),
     )
 )
 
@@ -75,6 +91,7 @@ LAYOUT_ARGUMENTS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "padded_vocab_size", _MLP_WIDTH,
     "swiglu", "num_attention_heads", "num_query_groups", "group_query_attention", "kv_channels", "num_experts",
+    _LATENT, *dict.fromkeys((*_QUERY, *_KEY_VALUE, *_LATENTS["q"], *_LATENTS["kv"])),
     _EXPERT_WIDTH, _SHARED_WIDTH, _INTERLEAVED, "untie_embeddings_and_output_weights",
 )  # fmt: skip  # by which parameters are cut: the same on all ranks
 
@@ -118,8 +135,10 @@ def shards_of(name: str, local: Shape, ranks: int, arguments: Arguments) -> Shar
     """
     rule = next((rule for rule in _RULES if rule.pattern.fullmatch(name)), None)
     if rule is None:
-        raise LayoutError("Megatron-core's GPT model has no parameter of this name")
-    if rule.cut is _Cut.WHOLE:
+        raise LayoutError("of which modules have such a parameter, and how they cut it, nothing is known")
+    # Latents are cut, or each rank computes them: Megatron itself looks at the rows (``_qkv_down_projection``).
+    duplicated = rule.cut is _Cut.DOWN and local[:1] == (_sum(rule.rows, arguments),)
+    if rule.cut is _Cut.WHOLE or duplicated:
         return Shards(local, {rank: ModelShard.of_whole(local) for rank in range(ranks)})
     dim = 1 if rule.cut in (_Cut.HEADS, _Cut.OUTER) else 0
     if len(local) <= dim:
@@ -141,10 +160,21 @@ def _extent(rule: _CutRule, parts: int, ranks: int, arguments: Arguments) -> int
     if rule.cut in (_Cut.INNER, _Cut.OUTER):
         of_experts = rule.width == _EXPERT_WIDTH and arguments.values.get(_EXPERT_WIDTH) is None
         return parts * arguments.count(_MLP_WIDTH if of_experts else rule.width)
-    heads, groups = arguments.count("num_attention_heads"), arguments.groups
+    if rule.cut is _Cut.DOWN:
+        return _sum(rule.rows, arguments)
+    heads, latent = arguments.count("num_attention_heads"), arguments.values.get(_LATENT) is True
+    if rule.cut is _Cut.OF_HEADS or (latent and rule.cut is _Cut.HEADS):
+        if heads % ranks:
+            raise LayoutError(f"{heads} heads are not divided among {ranks} ranks")
+        return heads * _sum(rule.rows or ("v_head_dim",), arguments)
+    groups = arguments.groups
     if groups % ranks or heads % groups:
         raise LayoutError(f"{groups} query groups of {heads} heads are not divided among {ranks} ranks")
     return (heads if rule.cut is _Cut.HEADS else heads + 2 * groups) * arguments.count("kv_channels")
+
+
+def _sum(names: Sequence[str], arguments: Arguments) -> int:
+    return sum(map(arguments.count, names))
 
 
 def _cut(local: Shape, dim: int, parts: int, ranks: int) -> Shards:

@@ -46,10 +46,13 @@ def without_states(directory: str, names: Sequence[str]) -> Problem:
     return Problem("flattened", message, file=directory, section=Section.OPTIM)
 
 
-def unknown_order(file: RankFile) -> Problem:
+def unknown_order(file: RankFile, *, mastered: bool = True) -> Problem:
+    why = f"its float32 weights ({MASTERS}) do not tell them apart"
+    if not mastered:
+        why = f"it numbers them, and has no float32 weights ({MASTERS}), as of a model in float32, that would name them"
     message = (
-        f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: its float32 "
-        f"weights ({MASTERS}) do not tell them apart. Save it with --ckpt-format torch_dist"
+        f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: {why}. Save it with "
+        "--ckpt-format torch_dist"
     )
     return Problem("parameter-order", message, file=file.archive.path, section=Section.OPTIM)
 

@@ -342,7 +342,7 @@ class _Iteration:
             copies = {name: weight for name, weight in own.weights.items() if not is_buffer(name)}
             names = names_of_groups(own.file, optimizer, copies, self.table.files(), self.sources)
             if names is None:
-                return unknown_order(own.file)
+                return unknown_order(own.file, mastered=any(group.masters for group in optimizer.groups))
             by_file.append(names)
         # All files have the same groups, and a parameter is in the same group in each file that has it.
         group_of: dict[str, int] = {}
