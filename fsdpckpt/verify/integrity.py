@@ -33,6 +33,7 @@ from fsdpckpt.text import is_or_are, plural, size_text, some_of, step_text
 from fsdpckpt.verify.blocks import BlockReader, for_each, in_file_order, threads_for
 from fsdpckpt.verify.checksums import TensorsInFiles, check_ranges, checksummed_ranges, damaged_files
 from fsdpckpt.verify.elements import check_replicas, replica_bytes, replica_sets
+from fsdpckpt.verify.job_progress import check_progress
 from fsdpckpt.verify.masters import find_unrounded
 from fsdpckpt.verify.measures import Finite, buffer_keys, count_not_finite, digest
 from fsdpckpt.verify.repeated import is_endless, nbytes_to_read, stored_nbytes
@@ -161,6 +162,8 @@ def verify_checkpoint(
         problems += map(section.problem, found)
     problems += find_unrounded(checkpoint, sources, threads=threads, progress=progress)
     problems += _stray_problems(checkpoint)
+    of_job, notes_on_job = check_progress(checkpoint, sources)
+    problems += of_job
     tensor_digests = []
     for number, named in enumerate(tensors if digests else ()):
         sha256 = results[number].sha256 if number in results else None
@@ -177,6 +180,7 @@ def verify_checkpoint(
         replicas=sum(len(rows) - 1 for sets in values.replicas.values() for rows in sets),
         notes=(
             *_notes(checkpoint, len(ranges)),
+            *notes_on_job,
             *_buffer_notes(differing),
             *(finite.note(not_searched) if finite is not None else ()),
             *_without_digest([tensors[number] for number in readable] if digests else []),

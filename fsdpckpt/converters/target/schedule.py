@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
-import numpy as np
-
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, Note, Section
-from fsdpckpt.ir.dtypes import numpy_dtype
-from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import optimizers
-from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.ir.values import Key, Object, Value, find_value
+from fsdpckpt.ir.values import Key, Value, find_value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath
 from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.side_files import SideFiles
 from fsdpckpt.storage.sources import Sources
+from fsdpckpt.verify.job_progress import STEP_COUNTERS, as_count, steps_of
 from fsdpckpt.verify.resumption import (
     has_keys,
 )
@@ -108,35 +103,16 @@ def schedule_path(checkpoint: Checkpoint) -> tuple[PathKey, ...]:
     return next((path for path in paths if find_value(checkpoint.extra, path) is not None), ())
 
 
-_STEPS_OF_OTHERS = (("global_step",), ("global_steps",), ("train_state", "step"))
-"""Where frameworks count the optimizer's steps beside it: Lightning, DeepSpeed, torchtitan."""
-
-
 def recorded_steps(checkpoint: Checkpoint, sources: Sources) -> int | None:
     """How many steps the first optimizer that counts them has made; without any, what the framework that saved it has
     counted. None if nothing records it.
     """
-    found = (_steps_of(optim, checkpoint, sources) for optim in optimizers(checkpoint))
+    found = (steps_of(optim, checkpoint, sources) for optim in optimizers(checkpoint))
     steps = next((each for each in found if each is not None), None)
     if steps is not None:
         return steps
-    for path in _STEPS_OF_OTHERS:
-        count = _as_count(find_value(checkpoint.extra, path), checkpoint, sources)
+    for path in STEP_COUNTERS:
+        count = as_count(find_value(checkpoint.extra, path), checkpoint, sources)
         if count is not None:
             return count
     return None
-
-
-def _steps_of(optim: Optimizer, checkpoint: Checkpoint, sources: Sources) -> int | None:
-    """The step count of the first parameter that has one; None if none has, or if it is NaN or infinite."""
-    step = next((entry["step"] for entry in optim.state.values() if "step" in entry), None)
-    return _as_count(step, checkpoint, sources)
-
-
-def _as_count(step: Value, checkpoint: Checkpoint, sources: Sources) -> int | None:
-    """A number, or a tensor of one, as an integer; None if it is anything else, NaN or infinite."""
-    if isinstance(step, Tensor) and step.numel == 1 and step.dtype.numpy is not None:
-        step = np.frombuffer(sources.read_elements(checkpoint.files, step), numpy_dtype(step.dtype))[0].item()
-    if isinstance(step, Object) and step.number is not None:
-        step = step.number.item()
-    return int(step) if type(step) is int or (isinstance(step, float) and math.isfinite(step)) else None
