@@ -23,6 +23,7 @@ from fsdpckpt.ir.optimizer import Optimizer, OwnValue, ParamKey, StatesOrValue, 
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, Value, encode
 from fsdpckpt.readers.protocol import FileTable, KeyPath
+from fsdpckpt.text import plural
 
 _STATE, _GROUPS = "state", "param_groups"
 # State names of torch.optim; only needed to recognise a ``state`` alone, under a name that does not show what it is.
@@ -141,7 +142,8 @@ class FoundOptimizer(NamedTuple):
         groups = self.optimizer.groups
         if not self.optimizer.rebuilt or groups is None:
             return []
-        message = f"{len(groups)} param groups rebuilt from flattened keys: parameters with equal hyper-parameters"
+        message = f"{plural(len(groups), 'param group')} rebuilt from flattened keys, which do not record groups: "
+        message += "parameters with equal hyper-parameters are in one"
         return [Note("groups-rebuilt", message)]
 
 

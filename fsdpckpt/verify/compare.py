@@ -24,7 +24,7 @@ from fsdpckpt.verify.elements import SAME, Compared, Tolerance, compare_tensors
 from fsdpckpt.verify.leaves import Address, Leaves, dotted, leaves_of, match_addresses, parameter_of, setting_of
 from fsdpckpt.verify.optimizer_keys import Match, match_optimizers
 from fsdpckpt.verify.repeated import nbytes_to_read
-from fsdpckpt.verify.wrappers import UNWRAPPED, has_bare_names, without_wrappers
+from fsdpckpt.verify.wrappers import UNWRAPPED, differ_by_wrappers, has_bare_names, without_wrappers
 
 
 def compare(
@@ -85,6 +85,7 @@ def compare(
         if address not in in_both:
             counts = strict or absence.counts(address, value, plain_a)
             entries.append(_entry_of_one("+", address, value, names, counts=counts))
+    notes += differ_by_wrappers(entries)
     return Difference(tuple(entries), (*notes, *matched.notes), (a.source, b.source))
 
 

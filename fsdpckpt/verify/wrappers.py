@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from fsdpckpt import flags
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean, without_fsdp
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.row_names import with_spellings
 from fsdpckpt.producers.recognition import flavor_named
+from fsdpckpt.text import plural
+from fsdpckpt.verify.difference import ComparedKey
 
 UNWRAPPED = "prefixes of wrapper modules in the names do not count as differences"
 
@@ -48,3 +51,18 @@ def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[
     names = {key: shorten(key) for key in keys if isinstance(key, str)}
     distinct = len(set(names.values())) == len(names)
     return names if distinct and any(old != new for old, new in names.items()) else {}
+
+
+def differ_by_wrappers(entries: Iterable[ComparedKey]) -> list[str]:
+    """A note if names that only one side has are names of the other side with other prefixes of wrapper modules."""
+    only: dict[str, set[str]] = {"-": set(), "+": set()}
+    for entry in entries:
+        if entry.sigil in only and entry.param is not None:
+            only[entry.sigil].add(clean(entry.param))
+    alike = only["-"] & only["+"]
+    if not alike:
+        return []
+    return [
+        f"the names of {plural(len(alike), 'parameter')} differ only in the prefixes of wrapper modules, which "
+        f"load_state_dict wants as they are; a conversion with {flags.clean_names} removes them"
+    ]

@@ -48,3 +48,13 @@ def test_wrappers_in_the_names_of_one_of_several_models_are_spoken_of(tmp_path: 
     assert [note for note in found.notes if note.endswith(UNWRAPPED)] == (
         [f"optim:x: {UNWRAPPED}", f"optim:y: {UNWRAPPED}"] if wrapped else []
     )
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "_checkpoint_wrapped_module.", "other."])
+def test_names_that_differ_only_in_wrappers_are_said_to(tmp_path: Path, prefix: str) -> None:
+    weights = {"a.w": torch.ones(2, 3), "b": torch.ones(2)}
+    torch.save({"model": weights}, tmp_path / "a.pt")
+    torch.save({"model": {prefix + name: value for name, value in weights.items()}}, tmp_path / "b.pt")
+    found = fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    said = [note for note in found.notes if "the names of 2 parameters differ only in the prefixes" in note]
+    assert not found.same and len(said) == (prefix != "other.") == sum("--clean-names" in note for note in said)
