@@ -49,20 +49,20 @@ def mapped_after(steps: Sequence[Step], draft: Draft, decision: Decision) -> Dra
     if read.left_out:
         return read
     plain, names = normalise(read.checkpoint)
-    checkpoint = names.report_wrappers(Table.of(plain).with_plain_words().written(plain))
-    checkpoint, applied = _mapped(checkpoint, draft.opened, maps, mapping, draft.sources)
+    by_name = names.report_wrappers(Table.of(plain).with_plain_words().written(plain))
+    made, applied = _mapped(by_name, draft.opened, maps, mapping, draft.sources)
     key_type = decision.options.key_type or draft.source_keys
     if key_type != "id" and not mapping.knows_target and of_new_model.request.parameters is not None:
         unused = (
             f"{flags.parameters} had no effect: it lists the parameters of the new model, whose optimizer has no ids"
         )
-        checkpoint = checkpoint.noted(Note("unused", unused))
-    if key_type == "id" and decision.layout is not Layout.FLATTENED and checkpoint.optim is not None:
-        checkpoint, of_new_model = in_order_of_ids(checkpoint, given, of_new_model, mapping.options.map)
+        made = made.noted(Note("unused", unused))
+    if key_type == "id" and decision.layout is not Layout.FLATTENED and made.optim is not None:
+        made, of_new_model = in_order_of_ids(made, given, of_new_model, mapping.options.map)
     return replace(
         draft,
-        checkpoint=checkpoint,
-        opened=checkpoint,
+        checkpoint=made,
+        opened=made,
         knowledge=of_new_model,
         places=(),
         keys_before_map=draft.source_keys,

@@ -180,15 +180,15 @@ def _with_placed_extras(
     checkpoint: Checkpoint, flavor: Flavor, form: Form, place: SectionPath, copied: SideFiles
 ) -> Checkpoint:
     """``checkpoint`` with the extras that go to ``place``: those that are neither written nor copied otherwise."""
-    checkpoint = _without_extras(checkpoint, _extras_in_files(checkpoint, copied.copied))  # they are not written twice
+    once = _without_extras(checkpoint, _extras_in_files(checkpoint, copied.copied))  # what is copied is not written too
     why = f"left out, because flavor {flavor.name} has a section under that name"
-    checkpoint = _without_extras(checkpoint, _names_of_sections(checkpoint, form), why)
-    if form.model.keys == () and form.model.file == place.file and place.container is None:
-        # A tensor there would be one of the model's names.
-        tensors = [str(key) for key, value in checkpoint.extra.items() if isinstance(value, Tensor)]
-        why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
-        checkpoint = _without_extras(checkpoint, tensors, why)
-    return checkpoint
+    beside_sections = _without_extras(once, _names_of_sections(once, form), why)
+    if form.model.keys or form.model.file != place.file or place.container is not None:
+        return beside_sections
+    # They are beside the names of the model: a tensor would be one of them.
+    tensors = [str(key) for key, value in beside_sections.extra.items() if isinstance(value, Tensor)]
+    why = f"left out: flavor {flavor.name} takes tensors at the top as the model's"
+    return _without_extras(beside_sections, tensors, why)
 
 
 def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoint:

@@ -39,23 +39,24 @@ def export(draft: Draft, decision: Decision) -> Draft:
     """
     if decision.form is None or not decision.form.weights:
         return draft
-    checkpoint, options, sources = draft.checkpoint, decision.options, draft.sources
-    files, reference = dict(draft.side_files), options.reference
-    folders = folders_of(checkpoint, options)
-    if reference is not None:
-        reference_files = files_of_model(reference, checkpoint.files, sources)
-        files.update(reference_files.files)
-        checkpoint = replace(checkpoint, files=(*checkpoint.files, *reference_files.sources)).noted(
-            *reference_files.notes
-        )
-        _check_against(reference, checkpoint, sources)
-        _check_configuration(reference, checkpoint, sources)
-    if CONFIG not in files:
-        checkpoint = checkpoint.lacks(_NEEDED)
+    options, sources, reference = decision.options, draft.sources, decision.options.reference
+    folders = folders_of(draft.checkpoint, options)
+    beside = draft if reference is None else _with_files_of(reference, draft)
+    if CONFIG not in beside.side_files:
+        described = beside.checkpoint.lacks(_NEEDED)
     else:
-        checkpoint = _with_note_on_dtype(checkpoint, folders, options, sources)
-    exported = _without_tied_copies(checkpoint, folders, sources, reference)
-    return replace(draft, checkpoint=exported, side_files=files)
+        described = _with_note_on_dtype(beside.checkpoint, folders, options, sources)
+    return replace(beside, checkpoint=_without_tied_copies(described, folders, sources, reference))
+
+
+def _with_files_of(reference: str, draft: Draft) -> Draft:
+    """``draft`` with the files of the model in the directory ``reference``, which must describe it."""
+    checkpoint, sources = draft.checkpoint, draft.sources
+    of_model = files_of_model(reference, checkpoint.files, sources)
+    with_files = replace(checkpoint, files=(*checkpoint.files, *of_model.sources)).noted(*of_model.notes)
+    _check_against(reference, with_files, sources)
+    _check_configuration(reference, with_files, sources)
+    return replace(draft, checkpoint=with_files, side_files={**draft.side_files, **of_model.files})
 
 
 def _with_note_on_dtype(

@@ -40,16 +40,15 @@ def place(draft: Draft, decision: Decision) -> Draft:
 
 def place_rest(draft: Draft, decision: Decision) -> Draft:
     """Place what nothing has placed, and check that rank files can be cut like that."""
-    checkpoint, sharded = draft.checkpoint, decision.layout is Layout.SHARDED
+    placed, sharded = draft.checkpoint, decision.layout is Layout.SHARDED
     if decision.mesh is not None:
-        checkpoint = place_remaining(checkpoint, decision.mesh)
-        if sharded and decision.container is Container.TORCH:  # DCP loads on any mesh
-            checkpoint = warn_of_uneven_cuts(checkpoint)
+        placed = place_remaining(draft.checkpoint, decision.mesh)
     if sharded and decision.world_size is not None:
-        require_whole_blocks(checkpoint, decision.world_size, placed=decision.mesh is not None)
+        require_whole_blocks(placed, decision.world_size, placed=decision.mesh is not None)
         if decision.world_size > 1:
-            refuse_cut_codes(checkpoint)
-    return draft.with_checkpoint(checkpoint)
+            refuse_cut_codes(placed)
+    on_fixed_mesh = sharded and decision.mesh is not None and decision.container is Container.TORCH
+    return draft.with_checkpoint(warn_of_uneven_cuts(placed) if on_fixed_mesh else placed)  # DCP loads on any mesh
 
 
 def note_unproved_cuts(draft: Draft, decision: Decision) -> Draft:
