@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Container, Layout, ModelState, Origin
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
@@ -14,7 +16,7 @@ from fsdpckpt.ir.placements import Slices, Whole
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit
-from fsdpckpt.transform.order_sources import from_model, from_units
+from fsdpckpt.transform.order_sources import from_groups, from_model, from_units
 from fsdpckpt.transform.rekey import to_ids, to_names
 from fsdpckpt.transform.stated_orders import parameter_orders
 from tests.flat.flat_synthetic import checkpoint
@@ -28,9 +30,15 @@ def tensor(*shape: int, at: int = 0, dtype: Any = F32, sharded: bool | None = No
     return Tensor(dtype, shape, Chunks.whole(file=0, offset=at, shape=shape), sharded, Slices() if slices else Whole())
 
 
-def order(params: dict[str, Any], *, sums: list[tuple[int, int, int, int]] | None = None, **given: Any) -> Any:
+def order(
+    params: dict[str, Any],
+    *,
+    sums: list[tuple[int, int, int, int]] | None = None,
+    container: Container = Container.TORCH,
+    **given: Any,
+) -> Any:
     source = Checkpoint(
-        Origin("it.pt", Layout.FULL, Container.TORCH, "plain", 1),
+        Origin("it.pt", Layout.FULL, container, "plain", 1),
         files=(Stored("it.pt", 999),),
         model=ModelState(params),
         optim=None,
@@ -56,6 +64,21 @@ def test_where_something_is_sharded_only_that_is_surely_a_parameter() -> None:
     assert not order(plain).excludes_buffers
     assert order(plain, buffers=("none",)).excludes_buffers
     assert order({"r": tensor(3, sharded=False)}).excludes_buffers
+
+
+def test_what_is_plain_beside_sharded_tensors_is_a_buffer_but_not_in_a_dcp_directory() -> None:
+    params = {"w": tensor(3, sharded=True), "r": tensor(3, at=64, sharded=False), "q": tensor(3, at=128)}
+    for container, plain, doubtful in ((Container.TORCH, {"r"}, {"q"}), (Container.DCP, set(), {"r", "q"})):
+        found = order(params, container=container)
+        assert (found.plain, found.doubtful) == (plain, doubtful)
+        known = order(params, container=container, buffers=("r",))
+        assert (known.plain, known.doubtful) == (set(), set())
+
+
+@pytest.mark.parametrize(("key", "listed"), [(0, True), ("a", False)])
+def test_groups_without_names_and_names_without_groups_are_no_order(key: int | str, listed: bool) -> None:
+    optim = Optimizer.of({key: {"exp_avg": tensor(3)}}, [{"params": [key]}] if listed else None)
+    assert from_groups(optim, "it") is None
 
 
 def test_one_place_is_one_parameter_and_equal_checksums_may_be() -> None:
