@@ -75,10 +75,11 @@ def test_what_is_plain_beside_sharded_tensors_is_a_buffer_but_not_in_a_dcp_direc
         assert (known.plain, known.doubtful) == (set(), set())
 
 
-@pytest.mark.parametrize(("key", "listed"), [(0, True), ("a", False)])
+@pytest.mark.parametrize(("key", "listed"), [(0, True), ("a", False), ("a", True)])
 def test_groups_without_names_and_names_without_groups_are_no_order(key: int | str, listed: bool) -> None:
     optim = Optimizer.of({key: {"exp_avg": tensor(3)}}, [{"params": [key]}] if listed else None)
-    assert from_groups(optim, "it") is None
+    found = from_groups(optim, "it")
+    assert (None if found is None else found.names) == (("a",) if (key, listed) == ("a", True) else None)
 
 
 def test_one_place_is_one_parameter_and_equal_checksums_may_be() -> None:
