@@ -270,6 +270,7 @@ def of_another_job(directory: Path) -> None:
 
 
 ITERATION, EXPERT = "iter_0000007", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 NOT_OF_FIRST = "is not that of the first rank"
 CUTS = (  # arguments that do not say how weights are cut, and what is said of one of them
     ({"num_query_groups": 4}, "args say"),
@@ -290,6 +291,12 @@ REFUSALS = (
         "a parameter that Megatron-core does not have",
         saved(lambda content: content["model"].update({EXPERT: torch.ones(2, 2)})),
         f"1 parameter of 2 tensor-parallel ranks is split\n  - {EXPERT}: ",
+    ),
+    unsupported(
+        "a parameter that one rank does not have",
+        saved(on_last(lambda content: content["model"].pop(FC1))),
+        f"1 parameter of 2 tensor-parallel ranks is split\n  - {FC1}: ",
+        f"{ITERATION}/mp_rank_01/model_optim_rng.pt has no such entry",
     ),
     *(
         corrupt(f"directories of a run with {name}", saved(args(**{name: 2})), "files of 2 tensor-parallel ranks",
