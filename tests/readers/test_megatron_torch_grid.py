@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceIncompleteError, SourceUnsupportedError
 from tests.oracle.compare import identical
 from tests.readers.contents import opened
 
@@ -375,6 +375,16 @@ def test_a_chunk_that_is_missing_is_refused(tmp_path: Path) -> None:
     source = Run(**RUNS["interleaved"]).save(tmp_path / "run", lambda content: content.pop("model1"))
     with pytest.raises(SourceCorruptError, match="does not have all chunks of its pipeline stage"):
         opened(source)
+
+
+def test_a_parameter_that_several_stages_have_is_refused(tmp_path: Path) -> None:
+    """Only tied words are in two."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["model"]["decoder.final_layernorm.weight"] = torch.ones(8)
+
+    with pytest.raises(SourceError, match=r"decoder\.final_layernorm\.weight: several pipeline stages have it"):
+        opened(Run(**RUNS["stages"]).save(tmp_path / "run", change))
 
 
 @pytest.mark.filterwarnings("ignore")
