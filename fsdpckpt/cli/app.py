@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect as signatures
-import os
-import re
 import textwrap
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -22,6 +20,7 @@ from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.options.declare import SIZE, Heading, Option, OptionRecord, options_of
 from fsdpckpt.process import gc_frozen
+from fsdpckpt.storage.protocols import require_complete_url
 from fsdpckpt.version import __version__
 
 EPILOG = """\b
@@ -181,12 +180,6 @@ def command(
     return run
 
 
-# ``s3://``, ``gs:``, ``s3:bucket``, ``s3:/bucket``, ``https:///x``; but ``hdfs:///x`` is a file of the default host
-_UNFINISHED_URL = re.compile(
-    r"(?!(?:hdfs|memory):///.)(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory):(?://?/?|/?([^/].*)|///.*|)"
-)
-
-
 def _gather_values(metavar: str, path: str) -> str:
     if not path:
         raise UsageError(f"{metavar} is empty", why=EMPTY, next_step=f"give {metavar}: a path or a URL")
@@ -194,10 +187,7 @@ def _gather_values(metavar: str, path: str) -> str:
         local = path.removeprefix("file:").removeprefix("//")
         what = f"{metavar} is a local file, which is given by its path: {path}"
         raise UsageError(what, next_step=f"give {local or 'its path'}")
-    begun = _UNFINISHED_URL.fullmatch(path)
-    if begun and not os.path.lexists(path):
-        whole = f"{begun[1]}://{begun[2] or 'BUCKET/PATH'}"
-        raise UsageError(f"{metavar} is not a complete URL: {path}", next_step=f"give {whole}")
+    require_complete_url(path, metavar)
     return path
 
 

@@ -54,7 +54,7 @@ from fsdpckpt.readers.search import UNFINISHED, Found, Search, is_numbered
 from fsdpckpt.readers.side_files import missing_sections, section_of_name, with_flavor
 from fsdpckpt.readers.units_files import FoundUnits, find_units, with_units
 from fsdpckpt.readers.unread import several_with_unread
-from fsdpckpt.storage import Entry, is_url
+from fsdpckpt.storage import Entry, is_url, require_complete_url
 from fsdpckpt.storage.sources import RemainingSources, Sources, relative_path
 from fsdpckpt.text import bytes_text, some_of
 
@@ -90,6 +90,7 @@ def open_checkpoint(
         raise UsageError("the path of a checkpoint is empty", why=EMPTY, next_step="give a file or a directory")
     entry = sources.stat(source)
     if entry is None:
+        require_complete_url(source, "the path")
         raise missing(source)
     remaining = RemainingSources(sources, source, ignore_file)
     opening = _Opening(

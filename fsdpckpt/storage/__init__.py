@@ -12,6 +12,7 @@ from fsdpckpt.storage.protocols import (
     is_remote,
     is_url,
     remote_identity,
+    require_complete_url,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "is_remote",
     "is_url",
     "remote_identity",
+    "require_complete_url",
 ]

@@ -7,12 +7,13 @@ suites in ``tests/storage/byte_source_contract.py`` and ``byte_target_contract.p
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError
+from fsdpckpt.errors import SourceCorruptError, SourceError, SourceMissingError, UsageError
 from fsdpckpt.ir.files import SourceFile, Stored
 from fsdpckpt.text import bytes_text
 
@@ -107,6 +108,22 @@ class Entry:
 def is_url(path: str) -> bool:
     """True for ``scheme://...``: such a path goes through fsspec."""
     return "://" in path
+
+
+# ``s3://``, ``gs:``, ``s3:bucket``, ``s3:/bucket``, ``https:///x``; but ``hdfs:///x`` is a file of the default host
+_UNFINISHED_URL = re.compile(
+    r"(?!(?:hdfs|memory):///.)(s3a?|gc?s|abfss?|az|adl|https?|hf|hdfs|memory):(?://?/?|/?([^/].*)|///.*|)"
+)
+
+
+def require_complete_url(path: str, name: str) -> None:
+    """Raises UsageError for a ``path`` that begins as a URL and is none, unless something is there. ``name``: what
+    messages call it.
+    """
+    begun = _UNFINISHED_URL.fullmatch(path)
+    if begun and not os.path.lexists(path):
+        whole = f"{begun[1]}://{begun[2] or 'BUCKET/PATH'}"
+        raise UsageError(f"{name} is not a complete URL: {path}", next_step=f"give {whole}")
 
 
 def is_remote(file: SourceFile) -> bool:

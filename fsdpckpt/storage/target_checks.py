@@ -20,7 +20,7 @@ from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, Usa
 from fsdpckpt.storage.hidden import NAME_LIMIT, hidden_place_of
 from fsdpckpt.storage.local import target_errors
 from fsdpckpt.storage.places import DirectoryTree, is_mount_point, is_within
-from fsdpckpt.storage.protocols import FileIdentity, identity_of_status, is_url
+from fsdpckpt.storage.protocols import FileIdentity, identity_of_status, is_url, require_complete_url
 from fsdpckpt.text import bytes_text
 
 Contents: TypeAlias = "Mapping[str, FileIdentity]"
@@ -114,6 +114,7 @@ def check_target(target: str, source: str, *, state: TargetState) -> None:
     if "\0" in target:
         raise UsageError("DST contains a NUL byte", file=target, next_step="give another DST")
     _refuse_tilde(target)
+    require_complete_url(target, "DST")
     with target_errors(target):
         real = os.path.realpath(target)
         local = bool(source) and not is_url(source)  # opening an empty SRC reports that

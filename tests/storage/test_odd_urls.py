@@ -35,6 +35,27 @@ def test_an_empty_name_or_dots_in_a_url_are_refused_before_the_store_is_opened(
     assert error.value.next_step == f"give {meant}"
 
 
+@pytest.mark.parametrize("url", ["s3:bucket/x", "s3:/bucket/x", "https:someone:hidden@host/x", "gs:", "hf:///x/y"])
+def test_python_takes_no_unfinished_url_for_a_local_path(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2)}, "source.pt")
+    for work in (
+        lambda: fsdpckpt.convert("source.pt", url, to="full", container="torch"),
+        lambda: fsdpckpt.inspect(url),
+        lambda: fsdpckpt.diff("source.pt", url),
+        lambda: fsdpckpt.convert(url, "out"),
+    ):
+        with pytest.raises(FsdpckptError) as error:
+            work()
+        assert "hidden" not in error.value.text
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+    Path("s3:bucket").mkdir()
+    Path("source.pt").rename("s3:bucket/x")  # what is there is a path
+    assert fsdpckpt.inspect("s3:bucket/x").to_json()["layout"] == "full"
+
+
 @pytest.mark.parametrize(
     "url",
     [
