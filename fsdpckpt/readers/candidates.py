@@ -29,7 +29,7 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.counters import RANKS, counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
-from fsdpckpt.readers.recorded_parts import deepspeed_ranks, parallel_sizes
+from fsdpckpt.readers.recorded_parts import TO_TORCH_DIST, deepspeed_ranks, parallel_sizes
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
 from fsdpckpt.text import natural, plural, some_of
@@ -140,8 +140,8 @@ def _refuse_recorded_part(part: ReadPart) -> None:
             details=[f"its arguments say {name}={size}" for name, size in sizes.items()],
             file=part.label,
             why="each contains plain tensors, and how to join them is defined in the model's code, not in the files",
-            next_step="give the directory of the iteration (iter_0000500) with the files of all ranks; "
-            "else load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
+            next_step="give the directory of the iteration (iter_0000500) with the files of all ranks; or "
+            f"{TO_TORCH_DIST}",
         )
 
 

@@ -14,6 +14,10 @@ from math import prod
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Object, Value
 
+TO_TORCH_DIST = (
+    "start the job as it was saved, with --ckpt-convert-format torch_dist --ckpt-convert-save DIR: Megatron-LM loads "
+    "the checkpoint, saves it in DIR, and ends"
+)
 _DEEPSPEED_RANKS = "mp_world_size"
 _DEEPSPEED_KEYS = frozenset({"module", "dp_world_size"})
 _ARGUMENTS = "args"

@@ -51,8 +51,8 @@ def unknown_order(file: RankFile, *, mastered: bool = True) -> Problem:
     if not mastered:
         why = f"it numbers them, and has no float32 weights ({MASTERS}), as of a model in float32, that would name them"
     message = (
-        f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: {why}. Save it with "
-        "--ckpt-format torch_dist"
+        f"cannot tell which parameter each optimizer state in {file.archive.path} belongs to: {why}. What Megatron-LM "
+        "saves with --ckpt-format torch_dist has them by name"
     )
     return Problem("parameter-order", message, file=file.archive.path, section=Section.OPTIM)
 

@@ -33,6 +33,7 @@ from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
 from fsdpckpt.readers.protocol import FileTable, PartContents
+from fsdpckpt.readers.recorded_parts import TO_TORCH_DIST
 from fsdpckpt.readers.torch_ranks.merge import merge_distributed
 from fsdpckpt.readers.torch_ranks.rank_files import RankFile
 from fsdpckpt.readers.torch_ranks.read import separate_extras
@@ -221,7 +222,7 @@ class _Iteration:
             most_shown=MAX_SHOWN,
             file=self.files[0].archive.path,
             why="each file contains plain tensors; how to join them is defined in the model's code, not in the files",
-            next_step="load it with Megatron-LM as it was saved, and save it with --ckpt-format torch_dist",
+            next_step=TO_TORCH_DIST,
         )
 
     # The model
