@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdpckpt.formats.dcp.records import CHUNK, ITEM, TENSOR
 from fsdpckpt.formats.pickle.opcodes import integer
-from fsdpckpt.formats.pickle.operands import NotScannedError, numbers_of, sizes_of
+from fsdpckpt.formats.pickle.operands import NotScannedError, numbers_of, references_of, sizes_of
 from fsdpckpt.formats.pickle.records import Scan
 from fsdpckpt.formats.pickle.scanner import Scanner
 from tests.formats.test_dcp_records import both, in_runs, scanned
@@ -209,6 +209,17 @@ def test_negative_numbers_and_none() -> None:
     for number in (-1, -(1 << 31), -(1 << 40)):
         with pytest.raises(NotScannedError, match="negative"):
             numbers_of([b"K\x05", integer(number)])
+
+
+@given(st.lists(st.integers(0, (1 << 31) - 1) | st.integers(0, 300) | st.none(), min_size=1))
+def test_references_of_any_width_are_read_and_texts_are_none(references: list[int | None]) -> None:
+    opcodes = []
+    for number in references:
+        if number is None:
+            opcodes.append(b"\x8c\x05hello\x94")
+        else:
+            opcodes.append(b"h%c" % number if number < 256 else b"j" + number.to_bytes(4, "little"))
+    assert references_of(opcodes).tolist() == [-1 if number is None else number for number in references]
 
 
 @settings(max_examples=40)

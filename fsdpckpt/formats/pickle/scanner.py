@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,31 +22,23 @@ from fsdpckpt.formats.pickle.operands import (
     sizes_of,
     smallest_integers,
 )
-from fsdpckpt.formats.pickle.patterns import GET, MEMOIZES, NEW, in_frame, memoising, plain
+from fsdpckpt.formats.pickle.patterns import MEMOIZES, memoising
 from fsdpckpt.formats.pickle.records import Example, Holder, Reads, Record, RecordForm, RecordRun, Row, Scan
+from fsdpckpt.formats.pickle.steps import (
+    COPIED,
+    SHORT_TEXT_OPCODE,
+    Skipped,
+    is_short_text,
+    references_pattern,
+    require_boundary,
+    step_pattern,
+    values_memoised,
+)
 from fsdpckpt.ir.tensors import Int64Array
 
-_SHORT_TEXT_OPCODE, _STOP, _GETS = 0x8C, ord("."), b"hj"
+_STOP, _GETS = ord("."), b"hj"
 _MAX_FORMS = 256  # patterns that are made; a save has fewer than ten
-_COPIED = 1  # the group of opcodes that are copied; those of records come after it
-_NEW_NBYTES = 2  # of the opcodes that make an instance
-_MAX_COPIED = 1023  # opcodes that are copied at once: where a frame ends among them, they are read from the first on
 _MAX_REMEMBERED = 32 << 20  # bytes of whole records with lists that are recognised when they come again
-
-
-class Skipped(Protocol):
-    """The last attribute of a pickle, which nobody reads. ``key``: the opcodes of its name; ``begin``: the first of
-    its value, which becomes None; ``end``: those that end the pickle after it.
-    """
-
-    key: bytes
-    begin: bytes
-    end: bytes
-    ended: bool
-
-    def past(self, data: bytes, at: int, limit: int) -> int:
-        """Skip from ``at`` at least to ``limit``; return where an opcode begins."""
-        ...
 
 
 class _Known(NamedTuple):
@@ -91,8 +81,8 @@ class Scanner:
 
     def __init__(self, records: Sequence[Record], *, numbered: bool, skipped: Skipped | None = None) -> None:
         self._records, self._numbered, self._skipped = records, numbered, skipped
-        self._step = _step(tuple(records), numbered, b"" if skipped is None else skipped.key + skipped.begin)
-        self._references_in = _references_in(numbered)
+        self._step = step_pattern(tuple(records), numbered, b"" if skipped is None else skipped.key + skipped.begin)
+        self._references_in = references_pattern(numbered)
         self._out = bytearray()
         self._memo = Memo()
         self._copied = bytearray()  # opcodes whose memo numbers have not been collected
@@ -132,10 +122,10 @@ class Scanner:
             found, copied, end = match.lastindex or 0, match.end(1), match.end()
             if copied > at:
                 self._copy(match[1])
-            record = self._records[found - _COPIED - 1] if _COPIED < found <= _COPIED + len(self._records) else None
+            record = self._records[found - COPIED - 1] if COPIED < found <= COPIED + len(self._records) else None
             if record is not None:
                 self._take(record, data, copied, end)
-            elif found > _COPIED:
+            elif found > COPIED:
                 self._begin_skipping()
             elif end == at:
                 copied = end = self._other(data, at)
@@ -143,7 +133,7 @@ class Scanner:
             while 0 <= boundary <= end:
                 if boundary > copied:
                     walked = self._past_records(record, data, max(walked, copied), boundary)
-                _require_boundary(data, walked, boundary)
+                require_boundary(data, walked, boundary)
                 boundary = next(boundaries, -1)
             at = end
         if self.ended and at < len(data):
@@ -172,7 +162,7 @@ class Scanner:
             self._copied += opcodes
             self._out += opcodes
             return
-        if _is_short_text(opcodes):  # as a rule it is the key of a record
+        if is_short_text(opcodes):  # as a rule it is the key of a record
             self._memo.keep(1)
             self._out += opcodes
             return
@@ -348,7 +338,7 @@ class Scanner:
             count: int | npt.NDArray[np.uint8] = 0
             column = next(columns) if part.reads is not None else ()
             if part.reads is None:
-                count = _values_memoised(opcodes)
+                count = values_memoised(opcodes)
             elif part.reads is Reads.NUMBER:
                 made[part.name] = numbers_of(column)
             elif part.reads is Reads.SIZES:
@@ -388,7 +378,7 @@ class Scanner:
             return _TextColumn(column, references, np.full(len(column), -1, np.int32)), 0
         different = dict.fromkeys(column)
         numbers = {opcodes: self._number_of_text(opcodes) if opcodes[0] not in _GETS else -1 for opcodes in different}
-        memoised = {opcodes: opcodes[0] == _SHORT_TEXT_OPCODE for opcodes in different}
+        memoised = {opcodes: opcodes[0] == SHORT_TEXT_OPCODE for opcodes in different}
         read = np.fromiter(map(numbers.__getitem__, column), np.int32, len(column))
         return _TextColumn(column, references, read), by_value(memoised, column)
 
@@ -447,49 +437,6 @@ class Scanner:
         """Raises unless every memo number is given to one value."""
         if len({int.from_bytes(put[1:], "little") for put in self._numbers}) < len(self._numbers):
             raise NotScannedError("a memo number that is given twice")
-
-
-@cache
-def _step(records: tuple[Record, ...], numbered: bool, skipped: bytes) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
-    """A pattern for opcodes up to the next instance, which may be a record, and for what comes then: a group for the
-    former, for records of each kind, and for what is skipped. It matches everywhere, if only nothing.
-    """
-    get = GET + rb"(?=.{%d})(?!%b)" % (_NEW_NBYTES, NEW)
-    copied = rb"(?:%b|%b){0,%d}+" % (plain(numbered=numbered, skipped=skipped), get, _MAX_COPIED)
-    runs = b"".join(rb"(" + record.in_a_row + rb")|" for record in records)
-    skip = re.escape(skipped) if skipped else rb"(?!)"
-    return re.compile(rb"(" + copied + rb")(?:" + runs + rb"(" + skip + rb"))?+", re.DOTALL)
-
-
-@cache
-def _references_in(numbered: bool) -> re.Pattern[bytes]:  # noqa: FBT001 (a key of the cache)
-    """A pattern for a reference, if there is one, and the opcodes up to the next one: a group for each."""
-    return re.compile(rb"(" + GET + rb")?+((?:" + plain(numbered=numbered) + rb")*+)", re.DOTALL)
-
-
-def _is_short_text(opcodes: bytes) -> bool:
-    """Whether they are a short text, memoised, and nothing else."""
-    return opcodes[0] == _SHORT_TEXT_OPCODE and len(opcodes) == 3 + opcodes[1] and opcodes[-1] == MEMOIZE
-
-
-def _require_boundary(data: bytes, at: int, boundary: int) -> None:
-    """Raises unless one of the opcodes from ``at`` on ends at ``boundary``, where a frame begins."""
-    match = in_frame().match(data, at, boundary)
-    at = at if match is None else match.end()
-    while at < boundary:
-        at = opcode_end(data, at)
-    if at != boundary:
-        raise NotScannedError("an opcode in two frames")
-
-
-@cache
-def _values_memoised(opcodes: bytes) -> int:
-    """How many values these opcodes memoise."""
-    at = count = 0
-    while at < len(opcodes):
-        count += opcodes[at] == MEMOIZE
-        at = opcode_end(opcodes, at)
-    return count
 
 
 def _row(record: Record, columns: Columns) -> Row:
