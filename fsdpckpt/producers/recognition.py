@@ -40,6 +40,18 @@ def foreign_flavors() -> tuple[Flavor, ...]:
     return tuple(found)
 
 
+def recognise_folder(names: Iterable[str]) -> Flavor | None:
+    """The first framework of which one sign names several files, all among ``names``, whatever is in them: of a
+    directory that is not read yet.
+    """
+    listed = list(names)
+    for flavor in all_flavors():
+        for sign in flavor.signs:
+            if len(sign.files) > 1 and all(any(re.search(each, name) for name in listed) for each in sign.files):
+                return flavor
+    return None
+
+
 def _patterns(flavor: Flavor) -> Iterator[str]:
     for sign in flavor.signs:
         yield from sign.files

@@ -26,6 +26,7 @@ from fsdpckpt.errors import (
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.tensors import Tensor
+from fsdpckpt.producers.recognition import recognise
 from fsdpckpt.readers.counters import RANKS, counted_in_name, counted_parts
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
@@ -218,6 +219,15 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
     that leave only one. Files are left out only if they hold the same names: others may be the rest of one model.
     """
     named = _path_for_user(candidates, parts)
+    if not _same_names(what, candidates):
+        chosen = _of_framework(candidates, parts)
+        first = [each for each in candidates if chosen is None or each is chosen]
+        turns = ([each, *(other for other in candidates if other is not each)] for each in first)
+        # A path with several of them would be refused again.
+        alone = next((path for turn in turns if _has_one(path := _path_for_user(turn, parts), candidates)), None)
+        if alone is None and chosen is not None:
+            return _leave_out_others(source, chosen, candidates)
+        named = alone or named
     directories = [candidate.origin.directory for candidate in candidates]
     name_one = f"give the path of one of them, for example {shlex.quote(named)}"
     if posixpath.commonpath([directory or "." for directory in directories]) not in directories:
@@ -236,6 +246,30 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
     shown = "that one" if named == chosen else shlex.quote(named)
     other = f"; or give {shown} as SRC" if named.rstrip("/") != source.rstrip("/") else ""
     return f"to read {chosen}, add {ignored}{other}"
+
+
+def _has_one(path: str, candidates: Sequence[ReadPart]) -> bool:
+    """Whether one of ``candidates`` is at ``path`` or below."""
+    return sum(f"{each.label.rstrip('/')}/".startswith(f"{path.rstrip('/')}/") for each in candidates) == 1
+
+
+def _of_framework(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> ReadPart | None:
+    """The only one of ``candidates`` that is state of the framework whose files are beside it; None if nothing says."""
+    found = []
+    for each in candidates:
+        beside = [other.origin.name for other in parts if other.origin.directory == each.origin.directory]
+        flavor = recognise(beside)
+        if flavor is not None and re.search(flavor.state, each.origin.name):
+            found.append(each)
+    return found[0] if len(found) == 1 else None
+
+
+def _leave_out_others(source: str, chosen: ReadPart, candidates: Sequence[ReadPart]) -> str:
+    """The next step if a framework resumes from ``chosen``, and no path has it alone."""
+    others = [each for each in candidates if each is not chosen]
+    ignored = " ".join(f"{flags.ignore_file(glob_of(each.origin, source))}" for each in others)
+    names = some_of([each.origin.name for each in others], 4)
+    return f"if {names} {'is' if len(others) == 1 else 'are'} no part of {chosen.label}, add {ignored}"
 
 
 def _apart(source: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> tuple[str, ...]:

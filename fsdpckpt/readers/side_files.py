@@ -15,7 +15,7 @@ from fsdpckpt.ir.files import Stored, paths_in, require_stored, stored_by_number
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, find_value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName, extra_keys
-from fsdpckpt.producers.recognition import export_files, flavor_named, matches_any, recognise
+from fsdpckpt.producers.recognition import export_files, flavor_named, matches_any, recognise, recognise_folder
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
@@ -357,5 +357,5 @@ def _part_of_larger_checkpoint(source: str) -> list[Note]:
 
 def resuming_producer(names: Sequence[str]) -> Flavor | None:
     """The producer of files with these names, if it resumes training from them."""
-    flavor = recognise(names)
+    flavor = recognise(names) or recognise_folder(names)
     return flavor if flavor is not None and any(form.optim is not None for form in flavor.forms) else None

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import fsdpckpt
+from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.adapters import is_adapter
 from tests.oracle.compare import identical
 
@@ -173,6 +174,50 @@ def test_nemo_rl_finds_its_adapter_too(tmp_path: Path) -> None:
     assert fsdpckpt.verify(tmp_path / "out", flavor="nemo-rl").resumption.resumes
     names = {path.name for path in (tmp_path / "out" / "weights" / "model").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "automodel_peft_config.json"}
+
+
+def test_a_step_of_nemo_rl_is_its_policy_although_the_step_has_files_of_its_own(tmp_path: Path) -> None:
+    params = weights()
+    policy = tmp_path / "step_3" / "policy"
+    automodel(policy, params, FORMS["flattened"](params), model="weights/model", at="optimizer/optim")
+    (policy / "tokenizer").mkdir()
+    for name in ("rng", "dataloader"):
+        shutil.rmtree(policy / name)
+    for name in ("step_scheduler.pt", "loss_tracker.pt"):
+        (policy / name).unlink()
+    torch.save({"samples": 5}, tmp_path / "step_3" / "train_dataloader.pt")
+    (tmp_path / "step_3" / "training_info.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "step_3", policy):
+        assert fsdpckpt.inspect(source).to_json()["flavor"] == "nemo-rl"
+    report = fsdpckpt.convert(tmp_path / "step_3", tmp_path / "out", world_size=2)
+    (note,) = (note.message for note in report.notes if note.kind == "found-below")
+    assert note == (
+        f"the checkpoint was found in {policy}; not copied from {tmp_path}/step_3: train_dataloader.pt, "
+        "training_info.json"
+    )
+
+
+def test_the_way_out_of_two_candidates_leads_out(tmp_path: Path) -> None:
+    """Where no path has one of them alone, the other is left out: the proposed directory has both, and is refused."""
+    step = tmp_path / "run" / "checkpoint-3"
+    params = weights()
+    save({"model": params}, step / "pytorch_model_fsdp_0")
+    states = {name: {"exp_avg": value} for name, value in params.items()}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": list(params)}]}
+    save({"optimizer": optimizer}, step / "optimizer_0")
+    torch.save({"step": 3}, step / "scheduler.pt")
+    (step / "trainer_state.json").write_text("{}")
+    (step / "ref").mkdir()
+    save_file({f"{PREFIX}other.lora_A.weight": torch.randn(2, 3)}, step / "ref" / "adapter_model.safetensors")
+    for source, glob in ((tmp_path / "run", "checkpoint-3/ref/"), (step, "ref/")):
+        with pytest.raises(NeedsInformationError) as error:
+            fsdpckpt.inspect(source)
+        file = f"{glob}adapter_model.safetensors"
+        assert f"if adapter_model.safetensors is no part of {step}/pytorch_model_fsdp_0, add " in str(
+            error.value.next_step
+        )
+        assert file in str(error.value.next_step)
+        assert fsdpckpt.inspect(source, ignore_file=[file]).to_json()["flavor"] == "trainer"
 
 
 def test_a_whole_model_never_takes_the_form_of_an_adapter(tmp_path: Path) -> None:
