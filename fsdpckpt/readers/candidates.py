@@ -220,14 +220,12 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
     """
     named = _path_for_user(candidates, parts)
     if not _same_names(what, candidates):
-        chosen = _of_framework(candidates, parts)
-        first = [each for each in candidates if chosen is None or each is chosen]
-        turns = ([each, *(other for other in candidates if other is not each)] for each in first)
+        resumed = _of_framework(candidates, parts)
+        if resumed is not None and not _has_one(resumed.origin.directory, candidates):
+            return _leave_out_others(source, resumed, candidates)
+        turns = ([each, *(other for other in candidates if other is not each)] for each in candidates)
         # A path with several of them would be refused again.
-        alone = next((path for turn in turns if _has_one(path := _path_for_user(turn, parts), candidates)), None)
-        if alone is None and chosen is not None:
-            return _leave_out_others(source, chosen, candidates)
-        named = alone or named
+        named = next((path for turn in turns if _has_one(path := _path_for_user(turn, parts), candidates)), named)
     directories = [candidate.origin.directory for candidate in candidates]
     name_one = f"give the path of one of them, for example {shlex.quote(named)}"
     if posixpath.commonpath([directory or "." for directory in directories]) not in directories:
