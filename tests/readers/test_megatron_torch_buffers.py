@@ -133,7 +133,14 @@ def test_buffers_that_do_not_fit_the_model_leave_the_weights(tmp_path: Path) -> 
         moved[0] = {dtypes: {**flat, "param": flat["param"].roll(1)}}
     problem_of(moved, "cannot tell where each parameter is in Megatron's buffers")
     problem_of({**good, "buckets_coalesced": False}, "cannot tell where each parameter is")
-    problem_of([good, good, good], "cannot tell where each parameter is")
+    for wrong in (
+        [good, good],
+        [good, good, good],
+        {**good, 0: [good[0]]},
+        {**good, 0: {}},
+        {**good, 0: good[0] | {"x": 1}},
+    ):
+        problem_of(wrong, "cannot tell where each parameter is")
     problem_of(None, "has the states of decoder.layers.1.")
     fsdpckpt.convert(source, tmp_path / "model.pt", only="model")
     model = torch.load(tmp_path / "model.pt")
