@@ -16,7 +16,15 @@ import numpy as np
 
 from fsdpckpt.flat.division import Lengths, Listed, UndividedError, divide
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
-from fsdpckpt.flat.slices import is_number_per_rank, is_sliced, lengths_by_key, lengths_text, slice_lengths, tensor_text
+from fsdpckpt.flat.slices import (
+    is_number_per_rank,
+    is_sliced,
+    is_step,
+    lengths_by_key,
+    lengths_text,
+    slice_lengths,
+    tensor_text,
+)
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Optimizer, ParamGroup, ParamKey
@@ -234,7 +242,7 @@ class _Matching:
             tensors = {
                 state: leaf
                 for state, leaf in states.items()
-                if isinstance(leaf, Tensor) and leaf.ndim and state not in other
+                if isinstance(leaf, Tensor) and leaf.ndim and state not in other and not is_step(state, leaf)
             }
             wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
             compared += len(tensors)

@@ -107,6 +107,28 @@ def test_a_count_is_whole_on_every_rank_of_flat_parameters_and_in_dcp(source: Pa
     assert [len(each.chunks) for each in counts] == [1] * 4
 
 
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_parameter_without_dimensions_has_nothing_else_with_any(world_size: int, orig: bool, tmp_path: Path) -> None:
+    """FSDP1 leaves it as it is, and of its states only the count is a vector."""
+    shapes: dict[str, tuple[int, ...]] = {"scale.temperature": (), "linear.weight": (2, 3)}
+    states = {
+        name: {"step": torch.tensor([2.0]), "exp_avg": torch.randn(shape), "exp_avg_sq": torch.randn(shape)}
+        for name, shape in shapes.items()
+    }
+    model = {name: torch.randn(shape) for name, shape in shapes.items()}
+    content = {"model": model, "optimizer": {"state": states, "param_groups": [{"params": list(shapes)}]}}
+    torch.save(content, tmp_path / "names.pt")
+    flat = tmp_path / "flat"
+    fsdpckpt.convert(
+        tmp_path / "names.pt", flat, to="flattened", world_size=world_size, unit=["linear"], use_orig_params=orig
+    )
+    fsdpckpt.convert(flat, tmp_path / "back.pt", to="full", key_type="name")
+    found = torch.load(tmp_path / "back.pt", weights_only=True)["optimizer"]["state"]
+    assert found.keys() == states.keys()
+    assert all(identical(found[name][state], value) for name in states for state, value in states[name].items())
+
+
 def test_a_parameter_without_states_gets_the_count_of_the_others(tmp_path: Path) -> None:
     """As it does where the count has no dimensions: a new step of 0 would be another schedule of bias correction."""
     model, optimizer = trained()
