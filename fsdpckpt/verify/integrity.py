@@ -442,5 +442,6 @@ def _disagreement(group: int, keys_by_step: dict[float, list[ParamKey]]) -> Prob
     """The problem of a group with several steps. Its key is that of a parameter in the minority."""
     by_count = sorted(keys_by_step.items(), key=lambda item: -len(item[1]))
     parts = [f"{step_text(step)} for {len(keys)} ({some_of(keys, 3)})" for step, keys in by_count]
-    message = f"optim param group {group}: the steps disagree: {'; '.join(parts)}"
+    message = f"optim param group {group}: the steps disagree: {'; '.join(parts)}: two saves are mixed, or those with "
+    message += "fewer steps had no gradient in some (an expert without tokens, a layer that was frozen)"
     return Problem("step", message, fatal=False, key=f"{by_count[-1][1][0]}.step", section=Section.OPTIM)
