@@ -200,6 +200,21 @@ def check_uneven_shards_of_every_mesh_are_gathered_and_filled(group: comm.Group)
                 same(fill(group, full, like=like), state, f"{case} {odd} {fill.__name__}")
 
 
+def check_a_mesh_of_ranks_in_another_order_is_cut_by_the_process_group(group: comm.Group) -> None:
+    """As ``fully_shard`` and ``full_tensor`` do; torch sorts the ranks of a group, and not those of the mesh."""
+    mesh = DeviceMesh("cpu", [*reversed(range(group.world_size))])
+    full = {name: value.detach() for name, value in net(1, 5).state_dict().items()}
+    model = net(1, 5)
+    fully_shard(model, mesh=mesh)
+    state = dict(model.state_dict())
+    for name, value in state.items():
+        same(value.full_tensor() if isinstance(value, DTensor) else value, full[name], name)
+    same(comm.gather(group, state), full)
+    for fill in (comm.shard, comm.scatter):
+        like = {name: torch.zeros_like(value) for name, value in state.items()}
+        same(fill(group, full, like=like), state, fill.__name__)
+
+
 def check_gather_takes_each_box_once_where_meshes_are_parts_of_the_group(group: comm.Group) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
     full = random(5, 3)
