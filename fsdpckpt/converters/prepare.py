@@ -101,6 +101,8 @@ def _what_can_be_read(source: str, error: SourceError, options: ConvertOptions, 
     if incomplete is None:
         return None
     for section in incomplete.readable:
+        if str(flags.only(section)) in str(error.next_step):
+            return None  # it says so
         return f"take the {_WORDS[section]} alone, which is complete: add {flags.only(section)}"
     return None
 

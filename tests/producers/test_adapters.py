@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.adapters import is_adapter
 from tests.oracle.compare import identical
 
@@ -218,6 +218,17 @@ def test_the_way_out_of_two_candidates_leads_out(tmp_path: Path) -> None:
         )
         assert file in str(error.value.next_step)
         assert fsdpckpt.inspect(source, ignore_file=[file]).to_json()["flavor"] == "trainer"
+
+
+def test_the_way_to_take_the_model_alone_is_said_once(tmp_path: Path) -> None:
+    save({"model": weights()}, tmp_path / "run" / "pytorch_model_fsdp_0")
+    torch.save({"last_epoch": 3}, tmp_path / "run" / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, tmp_path / "run" / "rng_state.pth")
+    (tmp_path / "run" / "trainer_state.json").write_text("{}")
+    with pytest.raises(SourceIncompleteError, match="has no optimizer") as error:
+        fsdpckpt.convert(tmp_path / "run", tmp_path / "out.pt", to="full")
+    assert str(error.value).count("only='model'") == 1
+    fsdpckpt.convert(tmp_path / "run", tmp_path / "out.pt", to="full", only="model")
 
 
 def test_a_whole_model_never_takes_the_form_of_an_adapter(tmp_path: Path) -> None:
