@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdpckpt.errors import SourceCorruptError
-from fsdpckpt.formats.pickle.check import check_expansion
+from fsdpckpt.formats.pickle.check import MAX_DEPTH, check_expansion
 from fsdpckpt.formats.torch import read_archive
 from fsdpckpt.storage.local import LocalFile
 
@@ -40,6 +43,27 @@ def test_a_chain_whose_links_were_all_seen_before_is_too_deep() -> None:
         links.append([links[-1]])
     with pytest.raises(SourceCorruptError, match="200 deep"):
         check_expansion(links, "chain.pt")  # type: ignore[arg-type]
+
+
+def with_attribute(value: object) -> object:
+    """PyTorch's ``_metadata`` is one of a state dict."""
+    found = OrderedDict(a=1)
+    found._metadata = value  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda value: [value], lambda value: {"a": value}, lambda value: {value: 1}, with_attribute],
+    ids=["list", "dict", "key", "attribute"],
+)
+def test_values_are_as_deep_as_what_is_deepest_in_them(around: Callable[[object], Any]) -> None:
+    value: tuple[object, ...] = ("end",)
+    for _ in range(MAX_DEPTH - 2):
+        value = (value,)
+    check_expansion(around(value), "deep.pt")
+    with pytest.raises(SourceCorruptError, match="200 deep"):
+        check_expansion(around((value,)), "deep.pt")
 
 
 def test_honest_sharing_and_large_lists_pass() -> None:
