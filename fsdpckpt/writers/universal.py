@@ -31,7 +31,7 @@ from fsdpckpt.writers.torch_full import lay_out_file, order_of, ties
 _VERSION = "0.19.8"  # of the DeepSpeed whose files these are
 _WEIGHT = "fp32"
 _TENSOR = 2  # the column of an item that says which tensor it is
-STEPS = "global_steps"
+_STEPS = "global_steps"
 _OPTIMIZER_FILE = "optimizer_state.pt"
 _OPTIMIZER_KEYS = ("dynamic_loss_scale", "overflow", "clip_grad")  # what its loader takes from optimizer_state.pt, and:
 _SCALER = "loss_scaler"
@@ -41,7 +41,7 @@ _DEEPSPEED_KEYS = frozenset({
     "shared_params", "mp_world_size",
 })  # fmt: skip
 _MAX_NAME_BYTES = 255
-_MAXSTEP_BITS = 63
+_MAX_STEP_BITS = 63
 _LISTED = 4  # names in an error
 
 
@@ -58,7 +58,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     params = checkpoint.params
     weights = _weights(params, groups, checkpoint)
     source = flavor_named(checkpoint.flavor)
-    directory = (source.universal_directory if source is not None else "") or _directory(extra.get(STEPS), checkpoint)
+    directory = (source.universal_directory if source is not None else "") or _directory(extra.get(_STEPS), checkpoint)
     first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
     name_of = {tensor: name for name, tensor in weights.items()}
     shared: dict[Key, Value] = {
@@ -90,13 +90,13 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
 
 def _directory(step: Value, checkpoint: Checkpoint) -> str:
     number = step if isinstance(step, int) and type(step) is int else 0
-    if number.bit_length() > _MAXSTEP_BITS:
+    if number.bit_length() > _MAX_STEP_BITS:
         raise SourceUnsupportedError(
             f"{checkpoint.source} was saved at an impossible step",
-            key=STEPS,
-            expected=f"a number below 2^{_MAXSTEP_BITS}",
+            key=_STEPS,
+            expected=f"a number below 2^{_MAX_STEP_BITS}",
             found=truncate(number),
-            why=f"a universal checkpoint's directory is named global_step<N>_universal: N is the extra {STEPS}, or "
+            why=f"a universal checkpoint's directory is named global_step<N>_universal: N is the extra {_STEPS}, or "
             "without it the optimizer's step",
             next_step="see the steps with fsdpckpt inspect, and save the checkpoint again with the right one",
         )
@@ -267,7 +267,7 @@ def _module_states(
         "frozen_param_fragments": None,
         "lr_scheduler": None,
         "skipped_steps": 0,
-        STEPS: 0,
+        _STEPS: 0,
         "dp_world_size": 1,
         **other_extras,
         "mp_world_size": 1,
