@@ -393,7 +393,7 @@ def destination_on_mesh(
             next_step="pass a list of one placement for each dimension of the mesh",
         )
     boxes = mesh_boxes(shape, mesh, placements, None, key)
-    local_shape = layouts.local_shape(boxes, shape)
+    local_shape = layouts.local_shape(boxes)
     if local_shape is None:
         # This rank holds nothing, of a shape that torch chooses.
         local_shape = tuple(compute_local_shape_and_global_offset(tuple(shape), mesh, list(placements))[0])

@@ -373,7 +373,7 @@ def distribute_tensor_boxes(
     return _boxes(runs)
 
 
-def local_shape(boxes: Sequence[LocalBox], shape: Sequence[int]) -> tuple[int, ...] | None:
+def local_shape(boxes: Sequence[LocalBox]) -> tuple[int, ...] | None:
     """The shape of the local tensor that ``boxes`` fill; None if there is no box (one dimension is 0 then)."""
     if not boxes:
         return None

@@ -237,7 +237,7 @@ class DistributedParser(FileParser):
                 key,
                 f"the local tensor is not what {placements_text(placements)} on a mesh of {mesh.shape} gives the rank "
                 f"at {mesh.coordinate}",
-                f"{local_shape(boxes, shape) or 'no elements'}",
+                f"{local_shape(boxes) or 'no elements'}",
                 f"{local.shape}",
             )
         held = [(part.box.offsets, part.box.sizes, sum(map(mul, part.local_offsets, local.stride))) for part in boxes]
@@ -329,7 +329,7 @@ class DistributedParser(FileParser):
 
 
 def _fits(boxes: Sequence[LocalBox], shape: Sequence[int], local: Sequence[int]) -> bool:
-    wanted = local_shape(boxes, shape)
+    wanted = local_shape(boxes)
     if wanted is None:
         return prod(local) == 0 and len(local) == len(shape)
     return wanted == tuple(local)
