@@ -6,7 +6,7 @@ The frameworks are those of ``producers.table`` and of installed packages.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 
@@ -47,7 +47,7 @@ def recognise_folder(names: Iterable[str]) -> Flavor | None:
     listed = list(names)
     for flavor in all_flavors():
         for sign in flavor.signs:
-            if len(sign.files) > 1 and all(any(re.search(each, name) for name in listed) for each in sign.files):
+            if len(sign.files) > 1 and _has_files_of(sign, listed):
                 return flavor
     return None
 
@@ -125,7 +125,7 @@ def _recognise(
 ) -> Flavor | None:
     def matches(sign: Signature) -> bool:
         return (
-            all(any(map(re.compile(pattern).search, entries)) for pattern in sign.files)
+            _has_files_of(sign, entries)
             and top.issuperset(sign.keys)
             and sign.model in (None, model)
             and sign.optim in (None, optim)
@@ -133,6 +133,11 @@ def _recognise(
         )
 
     return next((flavor for flavor in all_flavors() if any(map(matches, flavor.signs))), None)
+
+
+def _has_files_of(sign: Signature, names: Sequence[str]) -> bool:
+    """Whether each pattern of ``sign`` is found in one of ``names``."""
+    return all(any(map(re.compile(pattern).search, names)) for pattern in sign.files)
 
 
 def belongs(flavor: Flavor | None, path: str) -> bool:
