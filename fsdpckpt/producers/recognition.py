@@ -150,7 +150,7 @@ def belongs(flavor: Flavor | None, path: str) -> bool:
     names = {file.single for file in flavor.rank_files}
     patterns = (flavor.state, flavor.side_files, *flavor.exports)
     beside = any(path.startswith(f"{directory}/") for directory in flavor.side_directories)
-    return beside or path in names or copied_by_rank(path) or matches_any(patterns, path)
+    return beside or path in names or copied_by_rank(path) or fits_any(patterns, path)
 
 
 def copied_by_rank(path: str) -> bool:
@@ -166,9 +166,9 @@ def export_files(names: Iterable[str]) -> set[str]:
     flavor = recognise(listed)
     if flavor is None or (flavor.exports_beside and not any(re.search(flavor.exports_beside, name) for name in listed)):
         return set()
-    return {name for name in listed if matches_any(flavor.exports, name)}
+    return {name for name in listed if fits_any(flavor.exports, name)}
 
 
-def matches_any(patterns: Iterable[str], name: str) -> bool:
+def fits_any(patterns: Iterable[str], name: str) -> bool:
     """Whether one of ``patterns``, regular expressions of the table, is found in the ``name`` of a file."""
     return any(re.search(pattern, name) for pattern in patterns)

@@ -15,7 +15,7 @@ from fsdpckpt.ir.files import Stored, paths_in, require_stored, stored_by_number
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, find_value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName, extra_keys
-from fsdpckpt.producers.recognition import export_files, flavor_named, matches_any, recognise, recognise_folder
+from fsdpckpt.producers.recognition import export_files, flavor_named, fits_any, recognise, recognise_folder
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry, is_url
 from fsdpckpt.storage.sources import Sources, relative_path
@@ -263,7 +263,7 @@ def missing_sections(checkpoint: Checkpoint, names: Iterable[str]) -> list[Probl
         for section, what in ((Section.MODEL, "model"), (Section.OPTIM, "optimizer"))
         if not checkpoint.has(section)
     ]
-    files = [name for name in names if matches_any(flavor.training_files, name)]
+    files = [name for name in names if fits_any(flavor.training_files, name)]
     beside = [*files, *(key for key in flavor.training_keys if find_value(checkpoint.extra, extra_keys(key)))]
     place = checkpoint.origin.directory or checkpoint.source
     if not absent and MANIFEST not in names and _has_optimizer(flavor, names, checkpoint.world_size):

@@ -23,7 +23,7 @@ from fsdpckpt.ir.frame import placed
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Key, Value, find_value
 from fsdpckpt.producers import Flavor, Form, PathKey, SectionPath, extra_keys
-from fsdpckpt.producers.recognition import matches_any
+from fsdpckpt.producers.recognition import fits_any
 from fsdpckpt.readers.rank_facts import rank_facts
 from fsdpckpt.readers.side_files import SideFiles, missing_file_warnings
 from fsdpckpt.storage.sources import Sources
@@ -265,7 +265,7 @@ def _extras_imply_both(flavor: Flavor, form: Form) -> bool:
         return False
     name = form.extra.file.format(rank=0, world_size=1)
     at_top = form.model.keys == form.extra.keys == () and form.model.file == form.extra.file
-    return at_top or matches_any(flavor.training_files, name)
+    return at_top or fits_any(flavor.training_files, name)
 
 
 def _extras_implying_both(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> tuple[str, ...]:
