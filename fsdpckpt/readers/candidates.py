@@ -32,8 +32,8 @@ from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import Part
 from fsdpckpt.readers.recorded_parts import TO_TORCH_DIST, deepspeed_ranks, parallel_sizes
 from fsdpckpt.storage import Entry, is_url
-from fsdpckpt.storage.sources import Sources, relative_path
-from fsdpckpt.text import natural, plural, some_of
+from fsdpckpt.storage.sources import Sources, is_in, relative_path
+from fsdpckpt.text import is_or_are, natural, plural, some_of
 
 MAX_CANDIDATES = 3  # that a message lists
 _EACH_FILE = "each of them is a checkpoint"
@@ -248,7 +248,7 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
 
 def _has_one(path: str, candidates: Sequence[ReadPart]) -> bool:
     """Whether one of ``candidates`` is at ``path`` or below."""
-    return sum(f"{each.label.rstrip('/')}/".startswith(f"{path.rstrip('/')}/") for each in candidates) == 1
+    return sum(is_in(each.label, path) for each in candidates) == 1
 
 
 def _of_framework(candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> ReadPart | None:
@@ -267,7 +267,7 @@ def _leave_out_others(source: str, chosen: ReadPart, candidates: Sequence[ReadPa
     others = [each for each in candidates if each is not chosen]
     ignored = " ".join(f"{flags.ignore_file(glob_of(each.origin, source))}" for each in others)
     names = some_of([each.origin.name for each in others], 4)
-    return f"if {names} {'is' if len(others) == 1 else 'are'} no part of {chosen.label}, add {ignored}"
+    return f"if {names} {is_or_are(len(others))} no part of {chosen.label}, add {ignored}"
 
 
 def _apart(source: str, candidates: Sequence[ReadPart], parts: Sequence[ReadPart]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from fsdpckpt.readers.side_files import auxiliary, resuming_producer
 from fsdpckpt.readers.steps import are_of_one_run, beside_steps
 from fsdpckpt.readers.torch_ranks import may_be_torch
 from fsdpckpt.storage import UPLOADING, Entry
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Sources, is_in
 from fsdpckpt.text import count_text, names_text
 
 # What a number in the name of a step follows; the first of these words that a name has says which step it is.
@@ -264,9 +264,9 @@ class Search:
             # The file of a rank may be a link to that of another: then it is still this rank's.
             return beside and _NUMBERS.sub("#", name) != _NUMBERS.sub("#", entry.name)
         top = os.path.realpath(self._source)
-        if _is_in(top, entry.link):
+        if is_in(top, entry.link):
             return True  # entering a directory above would have no end
-        if _is_in(entry.link, top):  # what is in a hidden directory is found through the link only
+        if is_in(entry.link, top):  # what is in a hidden directory is found through the link only
             return not any(word.startswith(".") for word in os.path.relpath(entry.link, top).split("/"))
         again = entry.link in self._followed
         self._followed.add(entry.link)
@@ -434,9 +434,4 @@ def _refuse_uploads(path: str, entries: Sequence[Entry]) -> None:
 
 def _entries_with(found: Sequence[Found], entries: Sequence[Entry]) -> list[Entry]:
     """The directories among ``entries`` in which one of ``found`` is."""
-    return [entry for entry in entries if any(_is_in(each.path, entry.path) for each in found)]
-
-
-def _is_in(path: str, directory: str) -> bool:
-    """Whether ``path`` is ``directory`` or below it."""
-    return f"{path.rstrip('/')}/".startswith(f"{directory.rstrip('/')}/")
+    return [entry for entry in entries if any(is_in(each.path, entry.path) for each in found)]

@@ -15,10 +15,10 @@ from fsdpckpt.ir.files import Stored, paths_in, require_stored, stored_by_number
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Key, find_value
 from fsdpckpt.producers import EXTRA_STEM, PLAIN, Flavor, RankFileName, extra_keys
-from fsdpckpt.producers.recognition import export_files, flavor_named, fits_any, recognise, recognise_folder
+from fsdpckpt.producers.recognition import export_files, fits_any, flavor_named, recognise, recognise_folder
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry, is_url
-from fsdpckpt.storage.sources import Sources, relative_path
+from fsdpckpt.storage.sources import Sources, is_in, relative_path
 from fsdpckpt.text import names_text, reused_ranks
 
 # Files that Hugging Face's libraries keep beside weights: every program that loads a model by its directory needs them.
@@ -108,7 +108,7 @@ def notes_on_copies(names: Iterable[str], files: Mapping[str, Tensor], checkpoin
     from_places: dict[str, list[str]] = {}
     for name in names:
         path = _copied_path(files[name], checkpoint)
-        beside = checkpoint.origin.directory and path.startswith(f"{checkpoint.origin.directory.rstrip('/')}/")
+        beside = checkpoint.origin.directory and is_in(path, checkpoint.origin.directory)
         what = "copied unchanged" if beside else f"copied from {path.rpartition('/')[0] or '.'}"
         from_places.setdefault(what, []).append(name)
     return [_note("carried", what, listed) for what, listed in from_places.items()]

@@ -13,7 +13,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Evidence, EvidenceKind, Layout, N
 from fsdpckpt.ir.units import Units
 from fsdpckpt.readers.protocol import MANIFEST, UNITS
 from fsdpckpt.storage import Entry
-from fsdpckpt.storage.sources import Sources
+from fsdpckpt.storage.sources import Sources, is_in
 
 _UNITS_MARK = b'"fsdpckpt-units"'  # the value of "format", which the program writes first
 _UNITS_HEAD = 4096
@@ -119,21 +119,17 @@ def enter_refused(checkpoint: Checkpoint, found: FoundUnits) -> None:
     file's: it matters only to a checkpoint that needs it.
     """
     needed = _needs_units(checkpoint)
-    of_checkpoint = [each for each in found.refused if needed or _is_in(each.path, checkpoint.source)]
+    of_checkpoint = [each for each in found.refused if needed or is_in(each.path, checkpoint.source)]
     refused = (*checkpoint.origin.units_refused, *(each.why for each in of_checkpoint))
     checkpoint.origin = replace(checkpoint.origin, units_refused=refused)
     notes = [Note("units-unreadable", each.why, warning=True, damage=True) for each in of_checkpoint]
     checkpoint.ledger = checkpoint.ledger.with_notes(*notes)
 
 
-def _is_in(path: str, directory: str) -> bool:
-    return path.startswith(f"{directory.rstrip('/')}/")
-
-
 def note_other_units(checkpoint: Checkpoint, recorded: FoundUnits) -> None:
     """Say that a units file in the directory of ``checkpoint`` says something else than its manifest."""
     beside = checkpoint.origin.units_from
-    if checkpoint.units in (None, recorded.units) or recorded.units is None or not _is_in(beside, checkpoint.source):
+    if checkpoint.units in (None, recorded.units) or recorded.units is None or not is_in(beside, checkpoint.source):
         return
     message = f"{beside} is about other units than {recorded.path} records with these files, and is not used"
     note = Note("units-ambiguous", message, for_verify=True)

@@ -222,6 +222,11 @@ def relative_path(path: str, source: str) -> str:
     return path.removeprefix(source.rstrip("/")).strip("/")
 
 
+def is_in(path: str, directory: str) -> bool:
+    """Whether ``path`` is ``directory`` or below it."""
+    return f"{path.rstrip('/')}/".startswith(f"{directory.rstrip('/')}/")
+
+
 def matches(glob: str, path: str) -> bool:
     """Whether the name of ``path``, or all of it, matches ``glob``."""
     wanted = glob.removeprefix("./").rstrip("/")
