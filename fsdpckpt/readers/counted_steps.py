@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdpckpt.ir.checkpoint import Problem, Section
+from fsdpckpt.ir.counters import STEP
 from fsdpckpt.ir.optimizer import Optimizer, ParamGroup
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, like
 from fsdpckpt.readers.optimizer_forms import step_tensor
 from fsdpckpt.readers.protocol import FileTable
 
-_STEP = "step"
 _MEGATRONS = frozenset({"args", "checkpoint_version"})
 """The keys by which a file of Megatron-LM's torch format is known, whatever its name."""
 
@@ -34,12 +34,12 @@ def with_step_of_each(optim: Optimizer, table: FileTable) -> tuple[Optimizer, Pr
     trained. An optimizer that keeps steps in its states stays as it is.
     """
     states = list(optim.state.values())
-    if not any(states) or any(_STEP in entry for entry in states):
+    if not any(states) or any(STEP in entry for entry in states):
         return optim, None
     tensors: dict[float, Tensor] = {}  # by the number that each holds
     of_group: list[Tensor | None] = []
     for group in optim.groups or ():
-        step = group.settings.get(_STEP)
+        step = group.settings.get(STEP)
         number = float(step) if isinstance(step, (int, float)) and abs(step) < 1 << 53 else None
         found = tensors.get(number) if number is not None else None
         found = step_tensor(step, table) if found is None else found
@@ -55,7 +55,7 @@ def with_step_of_each(optim: Optimizer, table: FileTable) -> tuple[Optimizer, Pr
     entries = tuple(
         entry
         if entry.member is None or not entry.states
-        else entry._replace(states={**entry.states, _STEP: own.get(entry.member, common)})
+        else entry._replace(states={**entry.states, STEP: own.get(entry.member, common)})
         for entry in optim.entries
     )
     problem = None
@@ -67,5 +67,5 @@ def with_step_of_each(optim: Optimizer, table: FileTable) -> tuple[Optimizer, Pr
 
 
 def _without_step(group: ParamGroup) -> ParamGroup:
-    settings = {key: value for key, value in group.settings.items() if key != _STEP}
+    settings = {key: value for key, value in group.settings.items() if key != STEP}
     return replace(group, settings=like(group.settings, settings))

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fsdpckpt.ir.checkpoint import Section
+from fsdpckpt.ir.counters import STEP
 from fsdpckpt.text import fold
 from fsdpckpt.verify.difference import Change, ComparedKey, Difference
 
 WEIGHTS = "weights"
-_STEP, _RATE = "step", "lr"
+_RATE = "lr"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ def standings(result: Difference) -> tuple[Standing, Standing]:
     for entry in result.entries:
         if entry.section is not Section.OPTIM or entry.numbers is None:
             continue
-        if entry.state == _STEP:
+        if entry.state == STEP:
             counted = steps
         elif entry.setting == _RATE:
             counted = rates
@@ -42,7 +43,7 @@ def standings(result: Difference) -> tuple[Standing, Standing]:
 
 def kind_of(entry: ComparedKey) -> str | None:
     """``weights`` or the name of the optimizer's state; None for what is no tensor of a parameter."""
-    if entry.param is None or entry.state == _STEP:
+    if entry.param is None or entry.state == STEP:
         return None
     return WEIGHTS if entry.section is Section.MODEL else entry.state
 

@@ -17,6 +17,7 @@ from fsdpckpt.ir import invariants
 from fsdpckpt.ir.buffers import known_buffers, undecided_copies, with_named_buffers
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Problem, ProblemKind, Section, problem_of
 from fsdpckpt.ir.copies import contradicting_copies, copies_of_plain_tensors
+from fsdpckpt.ir.counters import STEP
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import ParamKey
@@ -394,7 +395,7 @@ def check_steps(
     for number, keys in enumerate(groups):
         for key in keys:
             states = optim.state.get(key)
-            step = states.get("step") if states else None
+            step = states.get(STEP) if states else None
             if step is not None and not (isinstance(step, Tensor) and step in unreadable):
                 values.append((number, key, step))
 

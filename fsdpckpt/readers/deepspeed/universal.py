@@ -20,6 +20,7 @@ from fsdpckpt.formats.torch import TorchArchive, local_tensor, open_archive, par
 from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.formats.zip import top_folder
 from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note
+from fsdpckpt.ir.counters import STEP
 from fsdpckpt.ir.tensors import Tensor, contiguous_stride
 from fsdpckpt.ir.values import Key, Object, Value
 from fsdpckpt.readers.deepspeed.autoep import auto_experts
@@ -91,7 +92,6 @@ def _moved(root: Value, nbytes: int) -> Value:
 
 
 _WEIGHT = "fp32"
-_STEP = "step"
 _SUFFIX = ".pt"
 _PADDED = "vocab_tensor"  # the rows that padded the vocabulary were taken off
 _MAX_NAMES = 4
@@ -282,11 +282,11 @@ class _Universal:
         root = archive.root
         padded = isinstance(root, dict) and root.get(_PADDED) is True
         leaf = root.get("param") if isinstance(root, dict) else root
-        if state == _STEP and (type(leaf) in (int, float) or (isinstance(leaf, Object) and leaf.number is not None)):
+        if state == STEP and (type(leaf) in (int, float) or (isinstance(leaf, Object) and leaf.number is not None)):
             return leaf
         if not isinstance(leaf, StoredTensor):
             raise contradiction(path, f"it holds no tensor of {name}")
-        if state == _STEP and prod(leaf.shape) == 1:
+        if state == STEP and prod(leaf.shape) == 1:
             return local_tensor(leaf, number)
         cut = self.module.grid.model > 1 and not self.module.shards  # nothing says how
         if leaf.shape != shape and not cut and not (padded and leaf.shape[1:] == shape[1:]):
