@@ -4,6 +4,7 @@ or the order of the parameters.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from fsdpckpt.storage.sources import Sources, is_in
 
 _UNITS_MARK = b'"fsdpckpt-units"'  # the value of "format", which the program writes first
 _UNITS_HEAD = 4096
+_KEYS_OF_UNITS = frozenset({"program", "use_orig_params", "parameters", "unmanaged"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +74,30 @@ def refused_units(path: str, error: SourceError) -> RefusedUnits:
 
 
 def _may_hold_units(entry: Entry, sources: Sources) -> bool:
-    """Whether the file is named as ``save_units`` names one, whatever is left in it; or marked as a units file: near
-    its beginning, or anywhere if its name speaks of units.
+    """Whether the file is named as ``save_units`` names one, whatever is left in it, unless it is plainly of another
+    program; or marked as a units file: near its beginning, or anywhere if its name speaks of units.
     """
     if entry.directory or not entry.name.endswith(".json") or entry.name == MANIFEST:
         return False
-    if entry.name == UNITS:
-        return True
     try:
+        if entry.name == UNITS:
+            return not _is_of_another_program(_content(entry, sources))
         head = sources.open(entry.path).read(0, min(_UNITS_HEAD, entry.nbytes))
         if _UNITS_MARK in head or "units" not in entry.name.lower():
             return _UNITS_MARK in head
         return _UNITS_MARK in _content(entry, sources)
     except SourceError:  # a file beside the checkpoint that was not requested
+        return entry.name == UNITS
+
+
+def _is_of_another_program(content: bytes) -> bool:
+    """Whether this is a whole JSON object that has nothing of a units file, such as the units of measured data."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
         return False
+    unlike = isinstance(document, dict) and bool(document) and not _KEYS_OF_UNITS.intersection(document)
+    return unlike and _UNITS_MARK not in content
 
 
 def _content(entry: Entry, sources: Sources) -> bytes:

@@ -43,8 +43,8 @@ _LAST, _BASES, _RATES = "last_epoch", "base_lrs", "_last_lr"  # of the state dic
 def check_progress(checkpoint: Checkpoint, sources: Sources) -> tuple[list[Problem], list[str]]:
     """Problems, none of them fatal, and notes on what may be meant."""
     counts, problems = _counts(checkpoint, sources)
-    problems += _misnamed(checkpoint, counts)
-    notes = _later_steps(checkpoint, counts, sources)
+    later = _later_steps(checkpoint, counts, sources)
+    notes = [*_misnamed(checkpoint, counts), *later]
     schedules, found = list(_schedules(checkpoint.extra)), optimizers(checkpoint)
     if len(schedules) == 1 and len(found) == 1 and found[0].groups is not None:
         other_groups = _other_groups(schedules[0], found[0])
@@ -90,14 +90,16 @@ def _counts(checkpoint: Checkpoint, sources: Sources) -> tuple[dict[str, int], l
     return {**counts, **({_TRAINER_STATE: count} if type(count) is int else {})}, []
 
 
-def _misnamed(checkpoint: Checkpoint, counts: Mapping[str, int]) -> Iterator[Problem]:
-    """A problem if the directory is named after another step than the job has counted."""
+def _misnamed(checkpoint: Checkpoint, counts: Mapping[str, int]) -> Iterator[str]:
+    """A note if the directory is named after another step than the job has counted: people rename checkpoints, and
+    they are resumed as before.
+    """
     directory = os.path.abspath(checkpoint.origin.directory) if checkpoint.origin.directory else ""
     for name, place in _NAMED_AFTER_STEP:
         named = name.fullmatch(os.path.basename(directory))
         if named is not None and place in counts and int(named[1]) != counts[place]:
-            message = f"the directory is named {named[0]}, and {place} in it counts {counts[place]} steps"
-            yield Problem("step", message, fatal=False, file=checkpoint.origin.directory)
+            message = f"the directory is named {named[0]}, and {place} in it counts {counts[place]} steps: it was "
+            yield message + "renamed, or that file is of another save"
 
 
 def _later_steps(checkpoint: Checkpoint, counts: Mapping[str, int], sources: Sources) -> list[str]:
@@ -110,8 +112,8 @@ def _later_steps(checkpoint: Checkpoint, counts: Mapping[str, int], sources: Sou
             steps = steps_of(optim, checkpoint, sources)
             more = [f"{place} counts {count}" for place, count in counts.items() if steps is not None and steps > count]
             if more:
-                message = f"the optimizer has made {plural(steps or 0, 'step')}, and {' and '.join(more)}: it is of a "
-                notes.append(message + "later save, or the job began to count anew")
+                message = f"the optimizer has made {plural(steps or 0, 'step')}, and {' and '.join(more)}: "
+                notes.append(message + "it is of a later save, or the job counts from 0 or began anew")
     return notes
 
 
@@ -144,11 +146,19 @@ def _other_rates(schedule: Mapping[object, object], optim: Optimizer) -> list[st
     last = schedule.get(_RATES)
     set_last = _numbers(last if isinstance(last, list) else [])
     now = _numbers([group.get("lr") for group in optim.param_groups or []])
-    if set_last is None or now is None or not set_last or set(set_last) == set(now):
+    if set_last is None or now is None or not set_last or _alike(set_last, now):
         return []
     rates = f"{_listed(set_last)} last, and the optimizer has {_listed(now)}"
     why = "they are of different steps, or the job set them itself"
     return [f"the LR scheduler set the learning rates {rates}: {why}"]
+
+
+def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether each of ``rates`` is among ``others`` and the reverse, but for float32's rounding."""
+    pairs = ((rates, others), (others, rates))
+    return all(
+        any(math.isclose(rate, other, rel_tol=1e-6) for other in among) for these, among in pairs for rate in these
+    )
 
 
 def _numbers(values: Sequence[object]) -> list[float] | None:

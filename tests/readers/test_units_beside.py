@@ -183,3 +183,13 @@ def test_a_torn_file_is_damage_beside_a_manifest_too_and_where_names_need_no_uni
         assert [f"{directory / 'units.json'}" in message for message in stray] == [True]
     (named / "units.json").rename(named.parent / "units.json")
     assert not any(note.damage for note in opened(named).notes)
+
+
+@pytest.mark.parametrize("document", [{"temperature": "K"}, {"units": "metric"}, {"name": "knight", "attack": 3}])
+def test_the_units_of_another_program_are_no_damage(document: dict[str, Any], step: Path) -> None:
+    """``units.json`` is a usual name for units of measured data."""
+    (step / "units.json").write_text(json.dumps(document))
+    assert not any(note.damage for note in opened(step).notes)
+    assert fsdpckpt.verify(step).whole
+    (step / "units.json").write_text(json.dumps({**document, "use_orig_params": True}))
+    assert not fsdpckpt.verify(step).whole
