@@ -160,11 +160,7 @@ class ObjectFile:
                 self._left -= 1
                 last = not self._left and not self._closed
             if last and not self._shared:
-                if self._parts is not None:
-                    self._prepare_last()
-                    self._parts.complete()
-                self._complete = True
-                self._completed()
+                self._end()
         finally:
             with self._lock:
                 self._sending -= 1
@@ -192,10 +188,14 @@ class ObjectFile:
         """Make the object of the parts that all processes have sent; ``tags``: what the store said of each."""
         if len(tags) != len(self._needs):
             raise InternalError(f"{self.path}: {len(tags)} of {len(self._needs)} parts were sent")
-        parts = self._upload()
-        parts.tags.update(tags)
-        self._prepare_last()
-        parts.complete()
+        self._upload().tags.update(tags)
+        self._end()
+
+    def _end(self) -> None:
+        """All has been sent. What was sent in parts has to be made an object."""
+        if self._parts is not None:
+            self._prepare_last()
+            self._parts.complete()
         self._complete = True
         self._completed()
 
