@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
+from fsdpckpt.storage.parts import request_target
 from fsdpckpt.storage.remote_file import is_hub
 from fsdpckpt.storage.retry import target_error, with_retries
 from fsdpckpt.storage.upload import RemoteTarget, UploadOptions
@@ -101,7 +102,7 @@ class HubFiles(RemoteTarget):
             )
 
         with _without_progress_bars():
-            with_retries(send, url=self._url(name), action="uploading it", make_error=target_error)
+            request_target(send, url=self._url(name), action="uploading it")
         self.filesystem.invalidate_cache()
 
 
@@ -137,7 +138,7 @@ class HubTarget(RemoteTarget):
             )
 
         with _without_progress_bars():
-            with_retries(commit, url=self.url, action="committing it", make_error=target_error)
+            request_target(commit, url=self.url, action="committing it")
         self.filesystem.invalidate_cache()
         for name, path in files.items():
             nbytes = os.path.getsize(path)
