@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Inode: TypeAlias = "tuple[int, int]"
 """The device and the number of a file or directory on it."""
@@ -67,12 +67,7 @@ def is_mount_point(path: str) -> bool:
     """
     if os.path.ismount(path):
         return True
-    try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            points = [line.split()[4] for line in file]
-    except (OSError, IndexError):  # no Linux
-        return False
-    return os.fsencode(path) in map(_unescaped, points)
+    return os.fsencode(path) in (_unescaped(mount.point) for mount in _mounts())
 
 
 _IN_MEMORY = {b"tmpfs", b"ramfs"}
@@ -82,12 +77,28 @@ _IN_MEMORY = {b"tmpfs", b"ramfs"}
 def is_in_memory(device: int) -> bool:
     """Whether the file system with this number (``st_dev``) keeps its files in memory."""
     number = f"{os.major(device)}:{os.minor(device)}".encode()
+    return any(mount.device == number and mount.kind in _IN_MEMORY for mount in _mounts())
+
+
+class _Mount(NamedTuple):
+    """As the kernel lists it: the number of its file system, the path where it is mounted, what it is."""
+
+    device: bytes
+    point: bytes
+    kind: bytes
+
+
+def _mounts() -> list[_Mount]:
+    mounts: list[_Mount] = []
     try:
         with open("/proc/self/mountinfo", "rb") as file:
-            mounts = [line.split(b" - ") for line in file]
-    except OSError:  # no Linux
-        return False
-    return any(fields.split()[2] == number and kind.split()[0] in _IN_MEMORY for fields, kind, *_ in mounts)
+            for line in file:
+                of_place, _, of_system = line.partition(b" - ")
+                _, _, device, _, point, *_ = of_place.split()
+                mounts.append(_Mount(device, point, of_system.split()[0]))
+    except (OSError, ValueError, IndexError):  # no Linux
+        return []
+    return mounts
 
 
 def _unescaped(text: bytes) -> bytes:
