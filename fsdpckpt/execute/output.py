@@ -384,11 +384,15 @@ class StreamedOutput(Output):
         waiting = []
         for offset, value in (*self._known, *deferred):
             if self._object.coverage.has(offset, offset + len(value)):
-                self._object.patch(offset, value)
-                self._patched ^= patch_effect(value, self.plan.nbytes - offset - len(value))
+                self._store(offset, value)
             else:
                 waiting.append((offset, value))
         self._known = waiting
+
+    def _store(self, offset: int, value: bytes) -> None:
+        """Write a checksum, as far as this rank sends its bytes."""
+        self._object.patch(offset, value)
+        self._patched ^= patch_effect(value, self.plan.nbytes - offset - len(value))
 
     def begin_shared(self) -> str:
         return self._object.begin_shared()
@@ -406,8 +410,7 @@ class StreamedOutput(Output):
         for state in (own, *others):
             self.checks.absorb(state.rows, state.deferred)
         for offset, value in self.checks.patches():
-            self._object.patch(offset, value)
-            self._patched ^= patch_effect(value, self.plan.nbytes - offset - len(value))
+            self._store(offset, value)
         return dict(self._object.send_held())
 
     def finish_shared(self, others: Iterable[OutputState], tags: Mapping[int, str]) -> None:
