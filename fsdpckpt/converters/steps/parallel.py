@@ -17,8 +17,7 @@ def record_one_rank(draft: Draft, decision: Decision) -> Draft:
         return draft
     checkpoint = draft.checkpoint
     params: dict[Key, Value] = {}
-    if checkpoint.model is not None:
-        params.update(checkpoint.model.params)
+    params.update(checkpoint.params)
     sizes = parallel_sizes({**checkpoint.extra, "model": params}, "")
     if not sizes:
         return draft

@@ -92,8 +92,7 @@ def _under_all_names(checkpoint: Checkpoint, units: Units) -> Checkpoint:
     """``checkpoint`` with the shared parameters of its model under all their names, as FSDP saves them. An export has
     them under one.
     """
-    model = checkpoint.model
-    params = model.params if model is not None else {}
+    model, params = checkpoint.model, checkpoint.params
     missing = {later: first for later, first in units.shared if first in params and later not in params}
     if model is None or not missing:
         return checkpoint
