@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
+from fsdpckpt.ir.tensors import Tensor, spans_of
 
 
 def stored(tensors: Sequence[Tensor]) -> list[bool]:
@@ -25,7 +25,7 @@ def stored(tensors: Sequence[Tensor]) -> list[bool]:
     owner = np.repeat(np.arange(len(tensors)), counts)
     file = np.concatenate([each.file for each in chunks])
     begin = np.concatenate([each.offset for each in chunks])
-    end = begin + _extents(chunks) * np.repeat([tensor.dtype.itemsize for tensor in tensors], counts)
+    end = begin + spans_of(tensors)
     filled = end > begin
     numel = np.asarray([tensor.numel for tensor in tensors], np.int64)
     # What holds others comes before them: of equal ranges the one of the largest tensor, a flat parameter.
@@ -41,17 +41,6 @@ def stored(tensors: Sequence[Tensor]) -> list[bool]:
     any_bytes = np.bincount(owner, minlength=len(tensors)) > 0
     result: list[bool] = (own | ~any_bytes).tolist()
     return result
-
-
-def _extents(tensors: Sequence[Chunks]) -> Int64Array:
-    """The elements from the first to the last of each chunk, 0 for one without elements."""
-    of_boxes: dict[Boxes, Int64Array] = {}  # of tensors that are cut alike
-    for chunks in tensors:
-        boxes = chunks.boxes
-        if boxes not in of_boxes:
-            last = ((boxes.size - 1) * boxes.stride).sum(axis=1) + 1
-            of_boxes[boxes] = np.where((boxes.size > 0).all(axis=1), last, 0)
-    return np.concatenate([of_boxes[chunks.boxes] for chunks in tensors])
 
 
 def stored_bytes(tensors: Sequence[Tensor]) -> int:
