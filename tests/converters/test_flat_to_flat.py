@@ -17,7 +17,7 @@ from torch import nn
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from tests.oracle.compare import differences
+from tests.oracle.compare import differences, require_identical
 
 Named = dict[str, Any]
 RANKS = 3
@@ -293,6 +293,21 @@ def test_an_order_that_no_model_has_is_refused(full: Named, tmp_path: Path, list
     with pytest.raises(NeedsInformationError, match="no model lists them like") as caught:
         fsdpckpt.convert(source, tmp_path / "out", to="flattened", world_size=2, **options)
     assert "in that order" in str(caught.value.next_steps)
+
+
+def test_an_order_that_no_model_has_is_refused_where_the_misplaced_parameter_is_shared(tmp_path: Path) -> None:
+    """Both names of ``head`` are the root's own, which come before its children in every model."""
+    model = {name: torch.randn(3) for name in ("scale", "layers.0.w", "layers.0.b", "head")}
+    torch.save({"model": {**model, "tied": model["head"]}}, tmp_path / "full.pt")
+    (tmp_path / "names").write_text("\n".join(model))
+    options: Named = {"to": "flattened", "world_size": 2, "unit": ["none"], "use_orig_params": True, "buffers": "none"}
+    with pytest.raises(NeedsInformationError, match="no model lists them like parameters"):
+        fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", parameters=tmp_path / "names", **options)
+    (tmp_path / "names").write_text("\n".join(["scale", "head", "layers.0.w", "layers.0.b"]))
+    fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", parameters=tmp_path / "names", **options)
+    fsdpckpt.convert(tmp_path / "out", tmp_path / "back.pt", to="full")
+    found = torch.load(tmp_path / "back.pt", weights_only=True)["model"]
+    require_identical(found, {**model, "tied": model["head"]})
 
 
 def test_the_order_of_the_model_with_new_names_is_taken(full: Named, tmp_path: Path) -> None:

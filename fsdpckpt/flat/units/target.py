@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
+from fsdpckpt.flat.names import order_contradictions
 from fsdpckpt.flat.units.build import (
     Settings,
     build_units,
@@ -37,7 +38,7 @@ from fsdpckpt.ir.names import revisits_a_module
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.row_names import rename_shared_states
 from fsdpckpt.ir.unit_lists import flaws
-from fsdpckpt.ir.units import Strategy, Unit, Units
+from fsdpckpt.ir.units import Strategy, Unit, Units, state_dict_order
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
 from fsdpckpt.transform.listings import listed_names, units_names, unwrapped_names
@@ -186,7 +187,10 @@ def _require_order_of_a_model(
     """
     shared = {name for names in units.shared for name in names}  # listed where the first module that has it is
     own = [name for name in units.parameters if name not in shared]
-    if not order_matters(units, checkpoint) or not revisits_a_module(own):
+    if not order_matters(units, checkpoint):
+        return
+    written = state_dict_order([*units.parameters, *(later for later, _ in units.shared)], units)
+    if not revisits_a_module(own) and not any(order_contradictions(units, written, "the target", across=False)):
         return
     in_order = f"{flags.parameters('FILE')} that has the names of model.named_parameters() in that order"
     if in_list:
