@@ -182,6 +182,9 @@ def _experts(fields: Mapping[str, object], shapes: _Shapes) -> Iterator[Disagree
         elif (match := _ALL_EXPERTS.match(name)) and len(shape) == 3:
             fused.setdefault(match[1], (shape[0], name))
     counts = {above: (len(found), next(iter(found.values()))) for above, found in numbers.items()} | fused
+    stated_anywhere = {fields[field] for field in _EXPERT_COUNTS if type(fields.get(field)) is int}
+    # Of several fields one may be a default that this model does not use.
+    counts = {above: found for above, found in counts.items() if found[0] not in stated_anywhere}
     for field in _EXPERT_COUNTS:
         stated = fields.get(field)
         fewer = [(above, *found) for above, found in counts.items() if type(stated) is int and found[0] < stated]

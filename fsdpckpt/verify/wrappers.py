@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from fsdpckpt import flags
-from fsdpckpt.ir.checkpoint import Checkpoint, Layout
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
 from fsdpckpt.ir.names import clean, without_fsdp
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.row_names import with_spellings
@@ -27,6 +27,9 @@ def has_bare_names(checkpoint: Checkpoint) -> bool:
     """Whether its format has no prefixes of wrapper modules: flat parameters, and weights for other libraries."""
     flat = checkpoint.units is not None and checkpoint.units.flat
     return checkpoint.layout is Layout.FLATTENED or flat or is_weights_only(checkpoint)
+
+
+_Place: TypeAlias = tuple[Section, str, str | None]  # section, parameter without prefixes, and state of it
 
 
 class Unwrapped(NamedTuple):
@@ -55,11 +58,12 @@ def _shortened(keys: Iterable[ParamKey], shorten: Callable[[str], str]) -> dict[
 
 def differ_by_wrappers(entries: Iterable[ComparedKey]) -> list[str]:
     """A note if names that only one side has are names of the other side with other prefixes of wrapper modules."""
-    only: dict[str, set[str]] = {"-": set(), "+": set()}
+    only: dict[str, dict[_Place, str]] = {"-": {}, "+": {}}
     for entry in entries:
         if entry.sigil in only and entry.param is not None:
-            only[entry.sigil].add(clean(entry.param))
-    alike = only["-"] & only["+"]
+            only[entry.sigil][entry.section, clean(entry.param), entry.state] = entry.param
+    before, after = only["-"], only["+"]
+    alike = {tensor[1] for tensor in before.keys() & after.keys() if before[tensor] != after[tensor]}
     if not alike:
         return []
     return [

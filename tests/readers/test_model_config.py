@@ -93,11 +93,21 @@ def of_experts(count: int, *, fused: bool = False, layers: int = 2) -> Weights:
     return {f"{each}.{n}.gate_proj.weight": torch.zeros(4, 4) for each in above for n in range(count)}
 
 
+DEFAULTS = {"num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("field", ["num_local_experts", "n_routed_experts", "num_experts"])
 def test_a_part_of_the_experts_is_found_in_any_layer(*, field: str, fused: bool) -> None:
     whole = of_experts(6, fused=fused)
-    for fields in ({field: 6}, {field: 3}, {field: [6, 6]}, {"num_shared_experts": 8}, {field: None}):
+    for fields in (
+        {field: 6},
+        {field: 3},
+        {field: [6, 6]},
+        {"num_shared_experts": 8},
+        {field: None},
+        DEFAULTS | {field: 6},
+    ):
         assert not certain_disagreements(fields, sizes(whole))
     one_layer = whole | {name: value[:4] for name, value in whole.items() if "layers.1." in name}
     if not fused:

@@ -58,3 +58,14 @@ def test_names_that_differ_only_in_wrappers_are_said_to(tmp_path: Path, prefix: 
     found = fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt")
     said = [note for note in found.notes if "the names of 2 parameters differ only in the prefixes" in note]
     assert not found.same and len(said) == (prefix != "other.") == sum("--clean-names" in note for note in said)
+
+
+def test_states_of_other_names_are_no_prefixes(tmp_path: Path) -> None:
+    """SGD and AdamW have other states of the same parameters; the names of these do not differ."""
+    group = torch.optim.SGD([nn.Parameter(torch.ones(2, 3))], lr=0.1, momentum=0.9).state_dict()["param_groups"][0]
+    for name, key in (("a", "momentum_buffer"), ("b", "exp_avg")):
+        optimizer = {"state": {"a": {key: torch.ones(2, 3)}}, "param_groups": [{**group, "params": ["a"]}]}
+        saved(tmp_path / f"{name}.pt", optimizer=optimizer)
+    found = fsdpckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert not found.same
+    assert not any("prefixes" in note for note in found.notes)
