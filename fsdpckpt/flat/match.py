@@ -124,9 +124,8 @@ class _Matching:
 
     def _lay_out(self) -> None:
         for placed in place_units(self.units, self.world_size):
-            names = [param.name for param in placed.unit.params]
             self.layouts[placed.unit.key] = placed.layout
-            self.counts.update(zip(names, placed.layout.counts(), strict=True))
+            self.counts.update(zip(placed.unit.names, placed.layout.counts(), strict=True))
 
     # The model.
 

@@ -172,7 +172,7 @@ def _optimizer(optim: Optimizer, match: FlatMatch, world_size: int, notes: list[
     became: dict[MemberNumber, list[MemberNumber]] = {}
     for member, key in enumerate(optim.keys):
         name = match.keys.get(key, str(key))
-        names = [param.name for param in by_key[name].params] if name in by_key else [name]
+        names = by_key[name].names if name in by_key else [name]
         became[member] = [number_of[name] for name in names if name in number_of]
     return replace(named, orders=renumbered(optim.orders, became))
 
@@ -308,7 +308,7 @@ def _group(
     names: list[str] = []
     listed = [match.keys[key] for key in keys]
     for name in listed:
-        names.extend([param.name for param in by_key[name].params] if name in by_key else [name])
+        names.extend(by_key[name].names if name in by_key else [name])
     changed: dict[Key, Value] = {**group.settings, PARAMS: list(names)}
     if PARAM_NAMES in group.settings:
         if not by_key.keys().isdisjoint(listed):

@@ -240,10 +240,10 @@ class Units:
 
     def names_of(self, keys: Iterable[str]) -> list[str]:
         """The names in the flat parameters ``keys``; a key of any other parameter is its name."""
-        params_of = {unit.key: unit.params for unit in self.units}
+        by_key = {unit.key: unit for unit in self.units}
         names: list[str] = []
         for key in keys:
-            names += [param.name for param in params_of[key]] if key in params_of else [key]
+            names += by_key[key].names if key in by_key else [key]
         return names
 
     def of_optimizer(self, names: Iterable[str]) -> Units | None:

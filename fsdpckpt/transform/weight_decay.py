@@ -81,14 +81,13 @@ def list_parameters(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoi
 
 def has_one_group(checkpoint: Checkpoint) -> bool:
     """Whether the optimizer has one param group, which lists its parameters."""
-    groups = checkpoint.optim.groups if checkpoint.optim is not None else None
-    return groups is not None and len(groups) == 1 and groups[0].members is not None
+    groups = checkpoint.groups
+    return len(groups) == 1 and groups[0].members is not None
 
 
 def note_one_group(checkpoint: Checkpoint) -> Checkpoint:
     """Add a note for the Trainer if the optimizer has one param group, as DeepSpeed makes them."""
-    groups = checkpoint.optim.groups if checkpoint.optim is not None else None
-    if groups is None or len(groups) != 1:
+    if len(checkpoint.groups) != 1:
         return checkpoint
     message = (
         "the optimizer has one param group: the Trainer's own has two, and does not load one. If DeepSpeed made this "
