@@ -22,7 +22,7 @@ from fsdpckpt.readers.deepspeed.module_states import ModuleStates
 from fsdpckpt.readers.deepspeed.partitions import MAX_ELEMENTS, is_count
 from fsdpckpt.readers.deepspeed.patterns import MapError, name_of, patterns_of
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO
-from fsdpckpt.readers.deepspeed.required_files import MAX_NAMES, to_universal, unsupported
+from fsdpckpt.readers.deepspeed.required_files import IN_ITS_JOB, MAX_NAMES, to_universal, unsupported
 from fsdpckpt.readers.deepspeed.step import StateDict, contradiction
 from fsdpckpt.readers.model_shards import ModelShard, Piece, Shape, Shards
 
@@ -98,10 +98,11 @@ def _undescribed(
 ) -> SourceUnsupportedError:
     """The error for files with ``universal_checkpoint_info`` that does not say by blocks how parameters are cut."""
     paths = [file.path for file in module.of_model_ranks]
-    error = unsupported(directory, "tensor parallel ranks", paths, f"{MAP_INFO}.{_AFFINE_MAP}", what)
-    if info.get(_AFFINE_MAP) is None and not module.partitioned and not joined:  # it joins by patterns of names
-        error.next_step = to_universal(directory)
-    return error
+    by_names = info.get(_AFFINE_MAP) is None and not module.partitioned and not joined
+    next_step = to_universal(directory) if by_names else IN_ITS_JOB  # it joins by patterns of names
+    return unsupported(
+        directory, "tensor parallel ranks", paths, f"{MAP_INFO}.{_AFFINE_MAP}", what, next_step=next_step
+    )
 
 
 def _local_shapes(module: ModuleStates) -> dict[str, dict[int, Shape]]:

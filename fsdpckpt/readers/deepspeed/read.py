@@ -130,15 +130,24 @@ def read_zero(
         )
     auto = auto_experts(directory, module, ranks or len(optim))
     if auto is not None and grid[1] > 1:
-        found = "tensor-parallel ranks, too"
-        error = unsupported(directory, "experts", [module[0].path], "AutoEP's experts alone", found)
-        error.why = "tensor-parallel ranks list different parameters, and DeepSpeed 0.19.8 does not join them either"
-        raise error
+        raise unsupported(
+            directory,
+            "experts",
+            [module[0].path],
+            "AutoEP's experts alone",
+            "tensor-parallel ranks, too",
+            why="tensor-parallel ranks list different parameters, and DeepSpeed 0.19.8 does not join them either",
+        )
     if states.recorded and (auto is not None or expert_files):
-        error = unsupported(directory, "experts", [module[0].path], "ZeRO, which saves all shapes", "bf16 without ZeRO")
-        error.why = "the files have neither the shapes of the experts of a rank, nor which of them are whose"
-        error.next_step = WITH_ZERO_1
-        raise error
+        raise unsupported(
+            directory,
+            "experts",
+            [module[0].path],
+            "ZeRO, which saves all shapes",
+            "bf16 without ZeRO",
+            why="the files have neither the shapes of the experts of a rank, nor which of them are whose",
+            next_step=WITH_ZERO_1,
+        )
     if layers:
         states = with_layers(states, directory, layers, table, sources)
     elif states.grid.model > 1 and expert_files:

@@ -101,10 +101,13 @@ def _claim_step(path: str, files: Mapping[str, Entry], sources: Sources) -> Clai
     if "mp_rank_00_model_states.pt" in files and any(map(_EXPERT.match, files)):
         return _claim_experts(path, files)
     if layers:
-        error = unsupported(path, "pipeline stages without the states of ZeRO, which would name them", layers)
-        error.why = "no file names the parameters of a layer, and each stage's optimizer numbers its own"
-        error.next_step = WITH_ZERO_1
-        raise error
+        raise unsupported(
+            path,
+            "pipeline stages without the states of ZeRO, which would name them",
+            layers,
+            why="no file names the parameters of a layer, and each stage's optimizer numbers its own",
+            next_step=WITH_ZERO_1,
+        )
     if not files and sources.stat(f"{path.rstrip('/')}/{ZERO}/{OPTIMIZER_STATE}") is not None:
         required_grid(path, {}, {}, per_rank=False)
     return Claim()

@@ -18,6 +18,7 @@ OPTIMIZER_STATE = "optimizer_state.pt"
 MAX_NAMES = 6
 _MODEL = "mp_rank_00_model_states.pt"
 _MODEL_OF_RANK = f"zero_pp_rank_0_{_MODEL}"
+_IN_THE_CODE = "how to join the tensors of these files is defined in the model's code, not in the files"
 IN_ITS_JOB = (
     "load it in the job that saved it, gather the weights there, and save them with torch.save. Megatron-DeepSpeed "
     "(tools/convert_checkpoint) and GPT-NeoX (tools/ckpts) have scripts for their own models"
@@ -116,7 +117,14 @@ def _numbered(name: str, data_rank: int, model_rank: int) -> str:
 
 
 def unsupported(
-    path: str, kind: str, files: Sequence[str], expected: str | None = None, found: str | None = None
+    path: str,
+    kind: str,
+    files: Sequence[str],
+    expected: str | None = None,
+    found: str | None = None,
+    *,
+    why: str = _IN_THE_CODE,
+    next_step: str = IN_ITS_JOB,
 ) -> SourceUnsupportedError:
     """The error for a step with ``files`` that belong to a ``kind`` of parallelism."""
     names = [file_name(file) for file in files]
@@ -126,8 +134,8 @@ def unsupported(
         file=f"{path.rstrip('/')}/{names[0]}",
         expected=expected,
         found=found,
-        why="how to join the tensors of these files is defined in the model's code, not in the files",
-        next_step=IN_ITS_JOB,
+        why=why,
+        next_step=next_step,
     )
 
 
