@@ -187,12 +187,13 @@ def _experts(fields: Mapping[str, object], shapes: _Shapes) -> Iterator[Disagree
     counts = {above: found for above, found in counts.items() if found[0] not in stated_anywhere}
     for field in _EXPERT_COUNTS:
         stated = fields.get(field)
-        fewer = [(above, *found) for above, found in counts.items() if type(stated) is int and found[0] < stated]
-        if type(stated) is int and fewer:
-            above, found, name = fewer[0]
-            what = f"the number of {above}"
-            yield Disagreement(field, stated, found, what, name, certain=True, counts_layers=True)
-            return
+        if type(stated) is not int:
+            continue
+        for above, (count, name) in counts.items():
+            if count < stated:
+                what = f"the number of {above}"
+                yield Disagreement(field, stated, count, what, name, certain=True, counts_layers=True)
+                return
 
 
 def adapter_disagreements(fields: Mapping[str, object], shapes: _Shapes) -> list[Disagreement]:

@@ -247,7 +247,7 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
 
 
 def _has_one(path: str, candidates: Sequence[ReadPart]) -> bool:
-    """Whether one of ``candidates`` is at ``path`` or below."""
+    """Whether only one of ``candidates`` is at ``path`` or below."""
     return sum(is_in(each.label, path) for each in candidates) == 1
 
 
