@@ -38,7 +38,7 @@ def difference(a: Any, b: Any, at: str = "") -> str:
     if type(a) is not type(b):
         return f"{at}: {type(a).__name__} became {type(b).__name__}"
     if isinstance(a, torch.Tensor):
-        return "" if a.dtype == b.dtype and a.shape == b.shape and identical(a, b) else f"{at}: another tensor"
+        return "" if identical(a, b) else f"{at}: another tensor"
     if isinstance(a, dict):
         keys = [[(type(key), key) for key in each] for each in (a, b)]
         if isinstance(a, OrderedDict) and keys[0] != keys[1]:

@@ -130,8 +130,8 @@ def seeds(target: str) -> list[bytes]:
         "nanotron-checkpoint": _nanotron,
         "torch-checkpointing-checkpoint": lambda: iter(tiny("torch_checkpointing/metadata.pkl")),
         "values-json": lambda: (json.dumps(value).encode() for value in (_VALUES, _VALUES_2, _VALUES_3)),
-        "written-checkpoint": lambda: iter(inputs_of(*WRITTEN)),
-        **{f"{kind}-checkpoint": partial(_files_of, kind) for kind in CHANGED},
+        "written-checkpoint": partial(inputs_of, *WRITTEN),
+        **{f"{kind}-checkpoint": partial(inputs_of, kind) for kind in CHANGED},
     }[target]()
     return sorted({*tiny(target), *(data for data in made if len(data) <= _MOST)}, key=lambda data: (len(data), data))
 
@@ -171,10 +171,6 @@ def _plain_pickles() -> Iterator[bytes]:
     value = {"a": [1, 2.5, None, True, "x", b"y", (1, (2, 3))], 3: collections.OrderedDict(k={1, 2}), "c": 1 - 2j}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         yield pickle.dumps(value, protocol)
-
-
-def _files_of(kind: str) -> Iterator[bytes]:
-    yield from inputs_of(kind)
 
 
 def _nanotron() -> Iterator[bytes]:

@@ -10,7 +10,7 @@ import io
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -114,12 +114,10 @@ def pickle_in(file: bytes) -> bytes:
         return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
 
 
-def inputs_of(*kinds: str) -> list[bytes]:
+def inputs_of(*kinds: str) -> Iterator[bytes]:
     """Each file of each of ``kinds`` as it is: two bytes that say which it is, then the pickle of a torch file, or the
     content.
     """
-    return [
-        bytes([at, number]) + (pickle_in(content) if is_torch(path, content) else content)
-        for at, kind in enumerate(kinds)
-        for number, (path, content) in enumerate(sorted(files_of(kind).items()))
-    ]
+    for at, kind in enumerate(kinds):
+        for number, (path, content) in enumerate(sorted(files_of(kind).items())):
+            yield bytes([at, number]) + (pickle_in(content) if is_torch(path, content) else content)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError
 from fsdpckpt.ir.adapters import is_adapter
-from tests.oracle.compare import identical
+from tests.oracle.compare import require_identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # that the number of ranks changes the batch
 
@@ -26,17 +25,9 @@ PREFIX = "base_model.model."
 RANKS = 3
 
 
-def save(content: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(content, checkpoint_id=str(path))
-
-
 def loaded(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """``content``, of the job that loads, with what DCP reads of ``path``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(content, checkpoint_id=str(path))
+    dcp.load(content, checkpoint_id=path)
     return content
 
 
@@ -72,7 +63,7 @@ def automodel(path: Path, params: dict[str, torch.Tensor], optim: Any, model: st
     save_file({f"{PREFIX}{name}": value for name, value in params.items()}, path / model / "adapter_model.safetensors")
     for name in ("adapter_config.json", "automodel_peft_config.json"):
         (path / model / name).write_text(json.dumps({"r": 2, "of": name}))
-    save({"optim": optim, "sched": {"last_epoch": 1}}, path / at)
+    dcp.save({"optim": optim, "sched": {"last_epoch": 1}}, checkpoint_id=path / at)
     for rank in range(RANKS):
         torch.save({"torch": torch.get_rng_state()}, path / "rng" / f"rng_global_rank_{rank}.pt")
         torch.save({"rank": rank}, path / "dataloader" / f"dataloader_dp_rank_{rank}.pt")
@@ -102,17 +93,6 @@ def emptied(value: Any) -> Any:
     return [emptied(each) for each in value] if isinstance(value, list) else value
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert identical(found, expected)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    else:
-        assert found == expected
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_automodel_finds_its_adapter_in_the_file_that_it_opens_and_its_optimizer_as_it_was(
     tmp_path: Path, form: str
@@ -126,9 +106,9 @@ def test_automodel_finds_its_adapter_in_the_file_that_it_opens_and_its_optimizer
         "adapter_config.json", "adapter_model.safetensors", "automodel_peft_config.json",
     ]  # fmt: skip
     adapter = load_file(written / "model" / "adapter_model.safetensors")
-    assert_same(adapter, {f"{PREFIX}{name}": value for name, value in params.items()})
+    require_identical(adapter, {f"{PREFIX}{name}": value for name, value in params.items()})
     content = loaded({"optim": emptied(optim), "sched": {"last_epoch": 0}}, written / "optim")
-    assert_same(content, {"optim": optim, "sched": {"last_epoch": 1}})
+    require_identical(content, {"optim": optim, "sched": {"last_epoch": 1}})
     assert (written / "loss_tracker.pt").read_bytes() == (tmp_path / "epoch_0_step_1" / "loss_tracker.pt").read_bytes()
     assert not [note for note in report.notes if "plain" in note.message]
     assert fsdpckpt.verify(written, flavor="automodel", world_size=2).resumption.resumes
@@ -201,10 +181,10 @@ def test_the_way_out_of_two_candidates_leads_out(tmp_path: Path) -> None:
     """Where no path has one of them alone, the other is left out: the proposed directory has both, and is refused."""
     step = tmp_path / "run" / "checkpoint-3"
     params = weights()
-    save({"model": params}, step / "pytorch_model_fsdp_0")
+    dcp.save({"model": params}, checkpoint_id=step / "pytorch_model_fsdp_0")
     states = {name: {"exp_avg": value} for name, value in params.items()}
     optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": list(params)}]}
-    save({"optimizer": optimizer}, step / "optimizer_0")
+    dcp.save({"optimizer": optimizer}, checkpoint_id=step / "optimizer_0")
     torch.save({"step": 3}, step / "scheduler.pt")
     (step / "trainer_state.json").write_text("{}")
     (step / "ref").mkdir()
@@ -221,7 +201,7 @@ def test_the_way_out_of_two_candidates_leads_out(tmp_path: Path) -> None:
 
 
 def test_the_way_to_take_the_model_alone_is_said_once(tmp_path: Path) -> None:
-    save({"model": weights()}, tmp_path / "run" / "pytorch_model_fsdp_0")
+    dcp.save({"model": weights()}, checkpoint_id=tmp_path / "run" / "pytorch_model_fsdp_0")
     torch.save({"last_epoch": 3}, tmp_path / "run" / "scheduler.pt")
     torch.save({"cpu": torch.get_rng_state()}, tmp_path / "run" / "rng_state.pth")
     (tmp_path / "run" / "trainer_state.json").write_text("{}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import warnings
 import zipfile
@@ -23,6 +22,7 @@ from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.torch.loadable import ARRAY, array_of
 from fsdpckpt.readers.torch_ranks import rank_files
 from tests.formats.torch_saves import loaded, rewritten, saved
+from tests.fuzz.layouts import pickle_in
 from tests.fuzz.mutations import mutated
 from tests.readers.alike import Refusal, same_end
 from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
@@ -237,12 +237,12 @@ def test_damage_comes_to_the_same_end(name: str, tmp_path: Path) -> None:
     generator = random.Random(7)
     paths = save(tmp_path, LAYOUTS[name][0])
     files = {rank: Path(path).read_bytes() for rank, path in paths.items()}
-    pickles = [_pickle_of(files[rank]) for rank in (0, 1)]
+    pickles = [pickle_in(files[rank]) for rank in (0, 1)]
     near = [at + step for at, (a, b) in enumerate(zip(*pickles, strict=True)) if a != b for step in (-2, -1, 0, 1, 2)]
     refused = 0
     for number in range(60):
         rank = generator.choice((0, 1, 3))
-        data = bytearray(_pickle_of(files[rank]))
+        data = bytearray(pickle_in(files[rank]))
         if number % 3 == 0:
             data = bytearray(mutated(generator, [bytes(data)]))
         else:
@@ -253,11 +253,6 @@ def test_damage_comes_to_the_same_end(name: str, tmp_path: Path) -> None:
         refused += isinstance(once, Refusal)
         Path(paths[rank]).write_bytes(files[rank])
     assert refused
-
-
-def _pickle_of(file: bytes) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(file)) as archive:
-        return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
 
 
 def test_a_record_of_another_name_is_no_record_of_the_pickle(tmp_path: Path) -> None:

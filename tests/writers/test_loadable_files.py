@@ -74,7 +74,7 @@ def same(one: Any, other: Any) -> bool:
         alike = type(other) is type(one) and one.dtype == other.dtype and one.shape == other.shape
         return alike and one.flags.f_contiguous == other.flags.f_contiguous and one.tobytes() == other.tobytes()
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and identical(one, other)
+        return identical(one, other)
     if isinstance(one, dict):
         return (
             type(one) is type(other)
