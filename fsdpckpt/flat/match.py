@@ -371,8 +371,12 @@ class _Matching:
             return self.units.groups
         listed = [group.names() for group in groups]
         if all(listed):
-            self.named_groups = tuple(tuple(map(clean, names)) for names in listed)
-            return self.named_groups
+            named = tuple(tuple(map(clean, names)) for names in listed)
+            unknown = next((name for name in chain(*named) if name not in self.units.rows_of), None)
+            if unknown is not None:  # a flat parameter that such units do not have, or the name of another model
+                return f"a param group lists {unknown}, which no optimizer of these units holds"
+            self.named_groups = named
+            return named
         if len(lengths) > 1:
             return (
                 f"the optimizer has {len(lengths)} param groups, and the units do not say which parameters are in which"

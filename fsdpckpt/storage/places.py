@@ -77,7 +77,7 @@ _IN_MEMORY = {b"tmpfs", b"ramfs"}
 def is_in_memory(device: int) -> bool:
     """Whether the file system with this number (``st_dev``) keeps its files in memory."""
     number = f"{os.major(device)}:{os.minor(device)}".encode()
-    return any(mount.device == number and mount.kind in _IN_MEMORY for mount in _mounts())
+    return any(mount.device == number and mount.system in _IN_MEMORY for mount in _mounts())
 
 
 class _Mount(NamedTuple):
@@ -85,7 +85,7 @@ class _Mount(NamedTuple):
 
     device: bytes
     point: bytes
-    kind: bytes
+    system: bytes
 
 
 def _mounts() -> list[_Mount]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.flat.match import FlatMatch, match
 from fsdpckpt.flat.units.inference import byte_mapping
@@ -18,6 +19,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from tests.e2e.flattened.cases import Variant
 from tests.ir.checkpoints import with_origin
+from tests.oracle.compare import require_identical
 from tests.oracle.session import Oracle
 
 WORLD = 2
@@ -67,6 +69,18 @@ def test_units_inferred_without_a_units_file_are_those_of_the_job(
     scenario: str, form: str, orig: bool, oracle: Oracle, tmp_path: Path
 ) -> None:
     assert _inferred_as_recorded(oracle, Variant(scenario, orig), form, tmp_path)
+
+
+def test_a_reference_whose_groups_name_flat_parameters_is_none_of_a_job_with_original_ones(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    """``use_orig_params`` is tried both ways: with original parameters no optimizer holds ``_flat_param``."""
+    directory = Variant("frozen_unit", False).directory(oracle, WORLD)
+    given = {"reference": directory / "truth.pt", "unit": ["outer", "outer.inner"], "key_type": "name"}
+    fsdpckpt.convert(directory / "raw", tmp_path / "full.pt", to="full", **given)
+    truth = torch.load(directory / "truth.pt", weights_only=False)["optimizer"]
+    found = torch.load(tmp_path / "full.pt", weights_only=True)["optimizer"]
+    require_identical(found["state"], truth["state"])
 
 
 @pytest.mark.parametrize(("scenario", "orig"), [("groups", True), ("channels_last", False), ("channels_last", True)])
