@@ -17,7 +17,7 @@ from fsdpckpt.ir.placements import MeshShape, Replicate, Shard, Sharded, Shardin
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts import on_dimensions, row_sharding
 from fsdpckpt.options import ConvertOptions, TensorForm
-from fsdpckpt.producers import MeshForm
+from fsdpckpt.producers import PLAIN_MESH, MeshForm
 from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
@@ -170,15 +170,16 @@ def on_mesh(decision: Decision, source: Checkpoint, meshes: SourceMeshes, mesh: 
     flat = decision.layout is Layout.FLATTENED
     sharded_tensor = decision.options.tensor is TensorForm.SHARDED_TENSOR
     keeps_no_mesh = (flat and decision.form is None) or (mesh is None and (flat or sharded_tensor))
-    form_mesh = decision.form.mesh if flat and decision.form is not None else None
-    if form_mesh is not None and form_mesh.names is not None and decision.world_size is not None:
-        return _with_groups(decision, source, meshes, mesh, form_mesh, decision.world_size)
+    of_form = decision.form.mesh if decision.form is not None else PLAIN_MESH
+    makes_its_own = of_form.names is not None
+    if flat and makes_its_own and decision.world_size is not None:
+        return _with_groups(decision, source, meshes, mesh, of_form, decision.world_size)
     if decision.layout is Layout.FULL or decision.world_size is None or keeps_no_mesh:
         return decision
     if mesh is not None:
         return replace(decision, mesh=mesh)
-    if decision.form is not None and decision.form.mesh.names is not None:  # it has meshes of its own
-        return replace(decision, mesh=_of_framework(decision, source, meshes, decision.form.mesh, decision.world_size))
+    if makes_its_own:
+        return replace(decision, mesh=_of_framework(decision, source, meshes, of_form, decision.world_size))
     return _on_source_mesh(decision, source, meshes, decision.world_size)
 
 
