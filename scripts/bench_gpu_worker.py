@@ -124,27 +124,15 @@ class Bench:
             f"exchange from host to host, against {bare}",
             moved,
             lambda: through(on_device=False),
-            lambda: self._bare(out, into),
+            lambda: bare_exchange(out, into),
         )
         if self.device.type == "cuda":
             self.rate(
                 f"exchange on the device, against {bare}",
                 moved,
                 lambda: through(on_device=True),
-                lambda: self._bare(out, into),
+                lambda: bare_exchange(out, into),
             )
-
-    def _bare(self, out: torch.Tensor, into: torch.Tensor) -> None:
-        if self.device.type == "cuda":
-            dist.all_to_all_single(into, out)
-            return
-        world_size, rank = self.group.world_size, self.group.rank
-        parts, places = out.chunk(world_size), into.chunk(world_size)
-        peers = [peer for peer in range(world_size) if peer != rank]
-        works = [dist.irecv(places[peer], peer) for peer in peers] + [dist.isend(parts[peer], peer) for peer in peers]
-        for work in works:
-            if work is not None:
-                work.wait()
 
     def state_dicts(self) -> None:
         """Gather to one rank, and scatter from it."""
@@ -228,6 +216,21 @@ def void(_: object) -> None:
 
 def nothing(*_: object) -> None:
     """Reads and writes nothing."""
+
+
+def bare_exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
+    """Equal parts between all ranks, by torch alone. On a GPU they are only queued."""
+    if sent.device.type == "cuda":
+        dist.all_to_all_single(received, sent)
+        return
+    # Gloo has no all-to-all.
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts, places = sent.chunk(ranks), received.chunk(ranks)
+    peers = [peer for peer in range(ranks) if peer != rank]
+    works = [dist.irecv(places[peer], peer) for peer in peers] + [dist.isend(parts[peer], peer) for peer in peers]
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, kind: int) -> None:

@@ -518,6 +518,8 @@ def rates(check: Check) -> None:
 
 def _bare_exchange(check: Check, rank: int, out: Path) -> None:
     """The median rate of three exchanges of equal parts between all ranks, after one to warm up."""
+    from bench_gpu_worker import bare_exchange
+
     if check.device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if check.device == "cuda" else "gloo")
@@ -529,16 +531,9 @@ def _bare_exchange(check: Check, rank: int, out: Path) -> None:
     for _ in range(4):
         dist.barrier()
         begun = time.perf_counter()
+        bare_exchange(sent, received)
         if check.device == "cuda":
-            dist.all_to_all_single(received, sent)
             torch.cuda.synchronize()
-        else:  # Gloo has no all-to-all
-            parts, places = sent.chunk(ranks), received.chunk(ranks)
-            peers = [peer for peer in range(ranks) if peer != rank]
-            works = [dist.irecv(places[peer], peer) for peer in peers]
-            works += [dist.isend(parts[peer], peer) for peer in peers]
-            for work in filter(None, works):
-                work.wait()
         dist.barrier()
         seconds.append(time.perf_counter() - begun)
     if rank == 0:
