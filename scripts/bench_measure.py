@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -73,46 +73,38 @@ class Bench:
 
     def make(self, form: str, amount: int, suffix: str = "") -> str:
         """A source of that form and size, made unless an earlier benchmark left it."""
-        name = f"{form}-{amount}{suffix}"
-        path = os.path.join(self.directory, name)
-        self.made |= {path, os.path.join(self.directory, "random.bin")}
-        if os.path.exists(path):
-            return path
-        talk(f"making {name}")
+        path = os.path.join(self.directory, f"{form}-{amount}{suffix}")
+        self.made.add(os.path.join(self.directory, "random.bin"))
         python = [sys.executable]
         if form in ("dcp", "one-tensor"):
             python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         command = [*python, os.path.join(HERE, "bench_make.py"), form, path, str(amount)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
-        return path
+        return self._make_once(path, command, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def make_parallel(self, form: str, tensors: int) -> str:
         """What several ranks of DeepSpeed or Megatron-LM save, made unless an earlier benchmark left it."""
         path = os.path.join(self.directory, f"{form}-{tensors}")
-        self.made.add(path)
-        if not os.path.exists(path):
-            talk(f"making {os.path.basename(path)}")
-            command = [sys.executable, os.path.join(HERE, "bench_parallel_make.py"), form, path, str(tensors)]
-            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-        return path
+        command = [sys.executable, os.path.join(HERE, "bench_parallel_make.py"), form, path, str(tensors)]
+        return self._make_once(path, command)
 
     def make_scale(self, ranks: int, *arguments: str) -> str:
         """Llama 3 405B as ``ranks`` ranks save it, with holes for data, made unless an earlier bench left it."""
         path = os.path.join(self.directory, "-".join(["scale", str(ranks), *arguments]).replace("--", ""))
-        self.made.add(path)
-        if not os.path.exists(path):
-            talk(f"making {os.path.basename(path)}")
-            command = [sys.executable, os.path.join(HERE, "bench_scale_make.py"), path, str(ranks), *arguments]
-            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-        return path
+        command = [sys.executable, os.path.join(HERE, "bench_scale_make.py"), path, str(ranks), *arguments]
+        return self._make_once(path, command)
 
     def derive(self, flavor: str, source: str, *options: str) -> str:
         """``source`` as a directory of that producer, made unless an earlier benchmark left it."""
         path = f"{source}-{flavor}"
+        command = [PROGRAM, "convert", source, path, "--quiet", "--flavor", flavor, *options]
+        return self._make_once(path, command)
+
+    def _make_once(self, path: str, command: list[str], env: Mapping[str, str] | None = None) -> str:
+        """``path``, which ``command`` makes unless an earlier benchmark left it."""
         self.made.add(path)
         if not os.path.exists(path):
             talk(f"making {os.path.basename(path)}")
-            subprocess.run([PROGRAM, "convert", source, path, "--quiet", "--flavor", flavor, *options], check=True)
+            subprocess.run(command, check=True, env=env, stdin=subprocess.DEVNULL)
         return path
 
     def prepare(self, source: str, target: str) -> None:
