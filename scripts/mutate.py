@@ -117,16 +117,15 @@ class Runs:
 
     def limit(self, tests: Collection[str] | None) -> int:
         """The seconds that these tests may take: three unchanged runs and 10."""
-        return (
-            int(3 * (self.start + sum(self.seconds[test] for test in (self.seconds if tests is None else tests)))) + 10
-        )
+        seconds = [self.seconds[test] for test in (self.seconds if tests is None else tests)]
+        return int(3 * (self.start + sum(seconds))) + 10
 
 
 class Recorder:
-    """A plugin of pytest that notes which lines of one module each test runs."""
+    """A plugin of pytest that notes, in the file ``noted``, which lines of one module each test runs."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.began = str(path), time.monotonic()
+    def __init__(self, path: Path, noted: str) -> None:
+        self.path, self.noted, self.began = str(path), noted, time.monotonic()
         self.lines: dict[str, set[int]] = {}
         self.seconds: dict[str, float] = {}
         self.always: set[int] = set()
@@ -160,14 +159,14 @@ class Recorder:
         finally:
             self.now = before
 
-    def write(self, path: str) -> None:
+    def pytest_sessionfinish(self) -> None:
         """For the process that forked this one: what was noted, and what was imported from other packages."""
         sys.settrace(None)
         start = time.monotonic() - self.began - sum(self.seconds.values())
         ours = ("fsdpckpt", "tests", "scripts", "__main__")
         packages = [name for name in sys.modules if name.partition(".")[0] not in ours]
         lines = {test: sorted(run) for test, run in self.lines.items()}
-        Path(path).write_text(json.dumps([lines, self.seconds, sorted(self.always), start, packages]))
+        Path(self.noted).write_text(json.dumps([lines, self.seconds, sorted(self.always), start, packages]))
 
 
 class Chosen:
@@ -216,14 +215,8 @@ def trial(
 
 def unchanged(tree: ast.Module, path: Path, tests: list[str]) -> Runs:
     """Run the tests without a change; what they import from other packages is imported here, too, once."""
-
     with tempfile.NamedTemporaryFile() as noted:
-
-        class Noting(Recorder):
-            def pytest_sessionfinish(self) -> None:
-                self.write(noted.name)
-
-        if trial(copy.deepcopy(tree), path, tests, 1800, lambda: Noting(path)):
+        if trial(copy.deepcopy(tree), path, tests, 1800, lambda: Recorder(path, noted.name)):
             raise SystemExit(f"{path}: the tests fail without any change")
         lines, seconds, always, start, packages = json.loads(Path(noted.name).read_text())
     for name in packages:
