@@ -215,7 +215,7 @@ class _Uncollected:
         if self._made < max(_MANY_OBJECTS, self._alive // 4) or _entered:
             return
         gc.collect()
-        if gc.get_freeze_count():  # by other code
+        if _others_froze():
             self._made = 0
             return
         gc.freeze()
@@ -243,8 +243,7 @@ def gc_paused() -> Iterator[None]:
     finally:
         if collecting:
             _uncollected.add(gc.get_count()[0])
-            others_froze = not _entered and gc.get_freeze_count() > 0  # what is frozen now would stay so with theirs
-            with nullcontext() if others_froze else gc_frozen():
+            with nullcontext() if _others_froze() else gc_frozen():  # what is frozen now would stay so with theirs
                 gc.enable()
 
 
@@ -252,12 +251,15 @@ _entered: list[object] = []
 """One entry for each ``gc_frozen`` that has begun: counting frozen objects walks them all, so only the first counts."""
 
 
+def _others_froze() -> bool:
+    """Whether other code has frozen objects, which must stay frozen."""
+    return not _entered and gc.get_freeze_count() > 0
+
+
 @contextmanager
 def gc_frozen() -> Iterator[None]:
     """Inside the block, the collector walks only objects made there: for long work while many objects exist."""
-    unfreeze = (
-        not _entered and not gc.get_freeze_count()
-    )  # otherwise other code froze objects, and they must stay frozen
+    unfreeze = not _entered and not _others_froze()
     _entered.append(None)
     gc.freeze()
     try:
