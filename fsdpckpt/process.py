@@ -215,7 +215,7 @@ class _Uncollected:
         if self._made < max(_MANY_OBJECTS, self._alive // 4) or _entered:
             return
         gc.collect()
-        if _others_froze():
+        if gc.get_freeze_count():  # by other code, or by a thread that has begun ``gc_frozen`` meanwhile
             self._made = 0
             return
         gc.freeze()
