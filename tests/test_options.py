@@ -176,6 +176,7 @@ def test_a_record_holds_the_types_of_its_fields_whatever_it_is_made_from() -> No
         ({"rename": [("a", "b", "c")]}, "--rename takes OLD=NEW"),
         ({"rename": 5}, "--rename takes OLD=NEW"),
         ({"rename": "a"}, "--rename takes OLD=NEW"),
+        ({"map_value": "heads"}, "--map-value takes NAME=N"),
         ({"max_shard_size": 1.5}, "--max-shard-size takes a whole number"),
         ({"max_shard_size": 0}, "--max-shard-size is too small"),
         ({"world_size": 0}, "--world-size is too small"),

@@ -108,6 +108,8 @@ def _by_source(matched: Matched) -> dict[str, Use]:
 
 def _note(applied: AppliedMap, uses: Sequence[Use], work: Work) -> Note:
     layout_map = applied.layout_map
+    if not uses:  # all rules are optional, or what they name was left out
+        return Note("unused", f"{layout_map.name} had no effect: its rules name nothing of what is converted")
     changes = [f"{_names(list(use.sources.values()))} -> {_names(work.targets(use))}" for use in uses]
     how = " (its inverse)" if layout_map.inverted else ""
     before = sum(len(use.sources) for use in uses)

@@ -146,7 +146,10 @@ def _texts(flag: Flag, value: object) -> tuple[str, ...]:
 
 
 def _pairs(flag: Flag, value: object) -> tuple[tuple[str, str], ...]:
-    """``(old, new)`` pairs; on the command line each is written ``OLD=NEW``."""
+    """``(old, new)`` pairs; on the command line each is written ``OLD=NEW``, or ``NAME=N`` for a map's numbers."""
+    form, pair_to_show = "OLD=NEW", "encoder=backbone"
+    if flag.python == flags.map_value.python:
+        form, pair_to_show = "NAME=N", "head_dim=128"
     values = value.items() if isinstance(value, Mapping) else value
     pairs = []
     for pair in [values] if isinstance(values, str) or not isinstance(values, Iterable) else values:
@@ -154,8 +157,8 @@ def _pairs(flag: Flag, value: object) -> tuple[tuple[str, str], ...]:
         if isinstance(pair, tuple | list) and len(pair) == 2:
             old, new = map(str, pair)
         elif not old or not equals:
-            example = f"for example {flag('encoder=backbone')}"
-            raise UsageError(f"{flag} takes OLD=NEW", expected="OLD=NEW", found=str(pair), next_step=example)
+            example = f"for example {flag(pair_to_show)}"
+            raise UsageError(f"{flag} takes {form}", expected=form, found=str(pair), next_step=example)
         if old == new:
             same = flag(f"{old}={new}")
             raise UsageError(f"{same} has no effect: both names are the same", next_step=f"drop {same}")

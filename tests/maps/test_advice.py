@@ -162,3 +162,9 @@ def test_a_rule_for_what_options_leave_out_is_not_one_of_another_model(job: Path
     fsdpckpt.convert(job / "apart.pt", job / "out.pt", map=job / "experts.toml", exclude=["embed.*"])
     fsdpckpt.convert(job / "fused.pt", job / "less.pt", exclude=["tokens.*"])
     assert fsdpckpt.diff(job / "out.pt", job / "less.pt").same
+
+
+def test_a_map_that_has_nothing_to_do_says_so(job: Path) -> None:
+    report = fsdpckpt.convert(job / "apart.pt", job / "none.pt", map=job / "experts.toml", include=["head.*"])
+    (note,) = [note.message for note in report.notes if "experts.toml" in note.message]
+    assert note.endswith("experts.toml had no effect: its rules name nothing of what is converted")
