@@ -274,10 +274,11 @@ def _out_of_order(ids: Ids, choices: Sequence[Sequence[str]], order: ParameterOr
     Raises SourceCorruptError, with what is ``wrong`` in the model's order, if no order of the names fits.
     """
     for names in choices:
-        may_be = ids.may_be(names, order)
-        answer = in_any_order(len(ids.numbers), len(names), may_be)
+        answer = in_any_order(len(ids.numbers), len(names), ids.may_be(names, order))
         if answer is not None:
             return ids.named(names[index] for index in answer)
+    names = choices[-1]  # all that may be parameters
+    may_be = ids.may_be(names, order)
     if not may_fit_in_some_order(len(ids.numbers), len(names), may_be):
         raise does_not_fit(ids.source, order, wrong)
     why = f"the optimizer has them in another order than {order.source}, and their shapes do not decide which is which"
