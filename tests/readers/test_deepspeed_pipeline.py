@@ -96,6 +96,35 @@ def test_a_tied_layer_may_call_its_weight_like_others(tmp_path: Path) -> None:
     assert set(found.model.params) == {*TRAINED, *BUFFERS} - {tied} | {"tied_modules.embed.weight"}
 
 
+def tied(**others: dict[str, torch.Tensor]) -> Make:
+    """A step whose tied embedding calls its weight like other layers and is the last layer, too, with ``others``."""
+
+    def made() -> dict[str, Any]:
+        saved = files()
+        names = {"tied_modules.embed.e.weight": "tied_modules.embed.weight"}
+        saved[MODULE]["param_shapes"] = [
+            OrderedDict((names.get(name, name), value.shape) for name, value in TRAINED.items())
+        ]
+        embedding = saved["layer_00-model_states.pt"]
+        embedding = {"weight": embedding.pop("e.weight"), **embedding}
+        saved |= {"layer_00-model_states.pt": embedding, "layer_05-model_states.pt": dict(embedding)}
+        return saved | {f"{name}-model_states.pt": {**embedding, **entries} for name, entries in others.items()}
+
+    return torch_files(made)
+
+
+def test_a_tied_layer_is_in_the_files_of_several_layers(tmp_path: Path) -> None:
+    tied()(tmp_path / "step")
+    found = opened(tmp_path / "step")
+    assert found.model is not None and found.problems == ()
+    weight = {"tied_modules.embed.weight": TRAINED["tied_modules.embed.e.weight"]}
+    others = {name: value for name, value in {**TRAINED, **BUFFERS}.items() if name != "tied_modules.embed.e.weight"}
+    fsdpckpt.convert(tmp_path / "step", tmp_path / "full.pt", only="model")
+    written = torch.load(tmp_path / "full.pt")
+    assert written.keys() == {*weight, *others}
+    assert all(identical(written[name], value) for name, value in {**weight, **others}.items())
+
+
 def changed(lose: str = "", **contents: Any) -> Make:
     """A maker of ``files``: without some, and with more of the module states or under the names of layers."""
 
@@ -114,6 +143,7 @@ def changed(lose: str = "", **contents: Any) -> Make:
 MODULE = "mp_rank_00_model_states.pt"
 OF_SECOND_STAGE = [f"zero_pp_rank_{rank}_mp_rank_01_optim_states.pt" for rank in range(RANKS)]
 THIRD = {"weight": TRAINED["3.weight"], "bias": torch.zeros(3)}
+FROZEN = "layer_04-model_states.pt: cannot tell what the module calls this pipeline layer"
 REFUSALS = (
     unsupported("tensor-parallel ranks by their names", torch_files(lambda: {**files(),
                 "layer_03-model_01-model_states.pt": {"weight": torch.ones(6)}}), "files of pipeline stages",
@@ -129,6 +159,10 @@ REFUSALS = (
     corrupt("a layer of another shape", changed(layer_03=THIRD), "3.bias has another shape"),
     unsupported("a layer more", changed(layer_04={"frozen": torch.ones(2)}),
                 "cannot tell what the module calls this pipeline layer"),
+    # A frozen layer, of which nothing is recorded, with the names of the tied one, which is before and after it.
+    unsupported("a frozen layer with an entry more", tied(layer_04={"bias": torch.ones(6)}), FROZEN),
+    unsupported("a frozen layer of another shape", tied(layer_04={"weight": torch.ones(6)}), FROZEN),
+    unsupported("a frozen layer of the same shape", tied(layer_04={"weight": torch.ones(11, 6)}), FROZEN),
     unsupported("layers without ZeRO", changed("optim"), "pipeline stages without the states of ZeRO"),
 )  # fmt: skip
 

@@ -41,14 +41,27 @@ _MAX_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class _LayerFile:
-    """The file of one layer. ``names``: the module's name of each of its entries."""
+    """The file of one layer. ``prefix``: what the module calls the layer, with which its entries' names begin."""
 
     file: StepFile
-    names: Mapping[str, str]
+    prefix: str
 
     def named(self) -> StateDict:
         """Its entries under the module's names."""
-        return {self.names[str(key)]: value for key, value in self.file.root.items()}
+        return {f"{self.prefix}.{key!s}": value for key, value in self.file.root.items()}
+
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of its tensors, by their names."""
+        return {name: tensor.shape for name, tensor in self._tensors().items()}
+
+    def crcs(self, names: Collection[str]) -> dict[str, int]:
+        """The CRC-32 of those of ``names`` for which the file has one."""
+        by_offset = {at: crc for (_, at), (_, crc) in self.file.archive.checksums.by_offset().items() if crc}
+        offsets = {name: tensor.offset for name, tensor in self._tensors().items() if name in names}
+        return {name: by_offset[offset] for name, offset in offsets.items() if offset in by_offset}
+
+    def _tensors(self) -> dict[str, StoredTensor]:
+        return {str(name): value for name, value in self.named().items() if isinstance(value, StoredTensor)}
 
 
 def with_layers(
@@ -130,7 +143,8 @@ def _open_layers(
         require_own_number(path, _LAYER, sources)
         (file,) = open_files({0: path}, table, sources)
         keys = [str(key) for key in as_mapping(file.root, path, "its content")]
-        opened.append(_LayerFile(file, {key: f"{_prefix(number, keys, known, path)}.{key}" for key in keys}))
+        opened.append(_LayerFile(file, _prefix(number, keys, known, path)))
+    _require_tied_alike(opened, shapes, known)
     found = {name: value for layer in opened for name, value in layer.named().items()}
     missing = [name for name in dict.fromkeys([*shapes, *buffers]) if name not in found]
     if missing:
@@ -148,6 +162,29 @@ def _open_layers(
         if not isinstance(leaf, StoredTensor) or shape not in (None, leaf.shape):
             raise contradiction(module.path, f"{name} has another shape in the file of its layer than in param_shapes")
     return opened
+
+
+def _require_tied_alike(layers: Sequence[_LayerFile], trained: Collection[str], known: Set[str]) -> None:
+    """Raises SourceUnsupportedError unless the files of each tied layer can be those of one layer.
+
+    A pipeline does not record its frozen parameters, and a frozen layer may call them as a tied one does: it would be
+    taken for that, and its own weights would be lost. What ties layers has the same values in each of their files.
+    ``known``: the names of what is recorded; ``trained``: of the optimizer's parameters.
+    """
+    firsts: dict[str, _LayerFile] = {}
+    for layer in layers:
+        first = firsts.setdefault(layer.prefix, layer)
+        if layer is first:
+            continue
+        shapes, found = first.shapes(), layer.shapes()
+        common = shapes.keys() & found.keys()
+        tied = common.intersection(trained)
+        crcs, other_crcs = first.crcs(tied), layer.crcs(tied)
+        compared = crcs.keys() & other_crcs.keys()
+        alike = shapes.keys() - known == found.keys() - known and all(shapes[name] == found[name] for name in common)
+        if not alike or (compared and all(crcs[name] != other_crcs[name] for name in compared)):
+            expected = f"what {file_name(first.file.path)} has of {layer.prefix}"
+            raise _unknown_layer(layer.file.path, (), expected, "other entries, shapes or values with the same names")
 
 
 def _module_of(layers: Collection[_LayerFile]) -> StateDict:
@@ -172,13 +209,18 @@ def _prefix(number: int, keys: Collection[str], known: Set[str], path: str) -> s
     prefixes = [f"{_TIED}.{key}" for key in sorted(tied)]
     fitting = [prefix for prefix in prefixes if not known.isdisjoint(f"{prefix}.{key}" for key in keys)]
     if len(fitting) != 1:
-        raise SourceUnsupportedError(
-            f"{file_name(path)}: cannot tell what the module calls this pipeline layer",
-            details=fitting,
-            file=path,
-            expected=f"its parameters among those of the optimizer, as {number}.<name> or {_TIED}.<key>.<name>",
-            found=some_of(list(keys), _MAX_NAMES),
-            why="the layer is frozen, or several tied layers have the same names",
-            next_step=IN_ITS_JOB,
-        )
+        expected = f"its parameters among those of the optimizer, as {number}.<name> or {_TIED}.<key>.<name>"
+        raise _unknown_layer(path, fitting, expected, some_of(list(keys), _MAX_NAMES))
     return fitting[0]
+
+
+def _unknown_layer(path: str, fitting: Sequence[str], expected: str, found: str) -> SourceUnsupportedError:
+    return SourceUnsupportedError(
+        f"{file_name(path)}: cannot tell what the module calls this pipeline layer",
+        details=fitting,
+        file=path,
+        expected=expected,
+        found=found,
+        why="the layer is frozen, several tied layers have the same names, or files of two saves are mixed",
+        next_step=IN_ITS_JOB,
+    )
