@@ -22,6 +22,7 @@ import numpy.typing as npt
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.flat.match import FlatMatch
+from fsdpckpt.flat.slices import is_step
 from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
@@ -125,6 +126,7 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
                 layout is None
                 or not isinstance(leaf, Tensor)
                 or not isinstance(leaf.cut, Slices)
+                or is_step(state, leaf)
                 or leaf.dtype.numpy is None
             ):
                 continue

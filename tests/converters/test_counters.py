@@ -5,6 +5,7 @@ What one process trains on is the truth: each rank of FSDP2 loads its file, and 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,26 @@ def test_a_parameter_without_dimensions_has_nothing_else_with_any(world_size: in
     fsdpckpt.convert(flat, tmp_path / "back.pt", to="full", key_type="name")
     found = torch.load(tmp_path / "back.pt", weights_only=True)["optimizer"]["state"]
     assert found.keys() == states.keys()
+    assert all(identical(found[name][state], value) for name in states for state, value in states[name].items())
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_a_rank_with_padding_alone_has_the_count_too(orig: bool, tmp_path: Path) -> None:
+    """A unit of one element is padding on the other rank, in slices of the length of the count."""
+    shapes: dict[str, tuple[int, ...]] = {"one.bias": (1,), "linear.weight": (2, 3)}
+    states = {name: {"step": torch.tensor([2.0]), "exp_avg": torch.randn(shape)} for name, shape in shapes.items()}
+    model = {name: torch.randn(shape) for name, shape in shapes.items()}
+    content = {"model": model, "optimizer": {"state": states, "param_groups": [{"params": list(shapes)}]}}
+    torch.save(content, tmp_path / "names.pt")
+    flat = tmp_path / "flat"
+    units = ["one", "linear"]
+    fsdpckpt.convert(tmp_path / "names.pt", flat, to="flattened", world_size=2, unit=units, use_orig_params=orig)
+    manifest = flat / "fsdpckpt.json"
+    (flat / "units.json").write_text(json.dumps(json.loads(manifest.read_text())["units"]))
+    manifest.unlink()  # now the padding has to prove the units
+    assert not fsdpckpt.verify(flat).problems
+    fsdpckpt.convert(flat, tmp_path / "back.pt", to="full", key_type="name")
+    found = torch.load(tmp_path / "back.pt", weights_only=True)["optimizer"]["state"]
     assert all(identical(found[name][state], value) for name in states for state, value in states[name].items())
 
 
