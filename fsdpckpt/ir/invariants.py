@@ -20,7 +20,7 @@ from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.state_shapes import without_states
-from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, spans_of
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, ranges_of
 from fsdpckpt.ir.values import Value
 from fsdpckpt.text import plural, some_of
 
@@ -141,9 +141,7 @@ def _overlaps(states: Sequence[tuple[int, str, Tensor]]) -> Iterator[tuple[int, 
     counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
     first_rows = np.cumsum(counts) - counts
     param = np.repeat(np.array([number for number, _, _ in states], np.int64), counts)
-    file = np.concatenate([tensor.chunks.file for tensor in tensors])
-    begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
-    end = begin + spans_of(tensors)
+    file, begin, end = ranges_of(tensors)
     order = np.lexsort((end, begin, file, param))
     order = order[(begin[order] >= 0) & (end[order] > begin[order])]  # located, and not empty
     before, after = order[:-1], order[1:]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Int64Array, Tensor, spans_of
+from fsdpckpt.ir.tensors import Int64Array, Tensor, ranges_of
 
 _FILE_BITS = 42  # files of less than 2**42 bytes: file and offset fit into one number
 
@@ -36,13 +36,8 @@ def chunk_ends(tensor: Tensor) -> Int64Array:
 
 def stored_bytes(tensors: Iterable[Tensor]) -> dict[int, int] | None:
     """By file, how many of its bytes belong to ``tensors``; None if some of them have not been located in a file."""
-    every = list(tensors)
-    if not every:
-        return {}
-    span = spans_of(every)
-    file = np.concatenate([tensor.chunks.file for tensor in every])
-    begin = np.concatenate([tensor.chunks.offset for tensor in every])
-    filled = span > 0
+    file, begin, end = ranges_of(list(tensors))
+    filled = end > begin
     if (begin[filled] < 0).any():
         return None
-    return covered_bytes(file[filled], begin[filled], (begin + span)[filled])
+    return covered_bytes(file[filled], begin[filled], end[filled])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fsdpckpt.ir.tensors import Tensor, spans_of
+from fsdpckpt.ir.tensors import Tensor, ranges_of
 
 
 def stored(tensors: Sequence[Tensor]) -> list[bool]:
@@ -18,14 +18,11 @@ def stored(tensors: Sequence[Tensor]) -> list[bool]:
 
     Of tensors with the same bytes the first is stored. One whose bytes are not located counts as stored.
     """
-    chunks = [tensor.chunks for tensor in tensors]
-    counts = [len(each) for each in chunks]
+    counts = [len(tensor.chunks) for tensor in tensors]
     if not sum(counts):
         return [True] * len(tensors)
     owner = np.repeat(np.arange(len(tensors)), counts)
-    file = np.concatenate([each.file for each in chunks])
-    begin = np.concatenate([each.offset for each in chunks])
-    end = begin + spans_of(tensors)
+    file, begin, end = ranges_of(tensors)
     filled = end > begin
     numel = np.asarray([tensor.numel for tensor in tensors], np.int64)
     # What holds others comes before them: of equal ranges the one of the largest tensor, a flat parameter.

@@ -314,6 +314,14 @@ def spans_of(tensors: Sequence[Tensor]) -> Int64Array:
     return np.concatenate(spans)
 
 
+def ranges_of(tensors: Sequence[Tensor]) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The file of each chunk of ``tensors``, where it begins there, and where its last element ends."""
+    nothing = np.zeros(0, np.int64)
+    file = np.concatenate([nothing, *(tensor.chunks.file for tensor in tensors)])
+    begin = np.concatenate([nothing, *(tensor.chunks.offset for tensor in tensors)])
+    return file, begin, begin + spans_of(tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """``offsets`` and ``sizes`` in elements of the whole tensor, one number for each dimension."""

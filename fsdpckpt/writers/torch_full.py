@@ -25,7 +25,7 @@ from fsdpckpt.ir.dtypes import DType
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import model_dict, optimizer_dict
 from fsdpckpt.ir.targets import Target, TargetFile, WrittenTensor
-from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_stride, spans_of
+from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, contiguous_stride, ranges_of, spans_of
 from fsdpckpt.ir.values import Global, Object, Value, leaf_tensors, walk
 from fsdpckpt.producers import PathKey
 from fsdpckpt.text import some_of
@@ -254,9 +254,7 @@ def _overlapping_groups(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Groups of at least two tensors whose byte ranges overlap, each connected through the others."""
     if len(tensors) < 2:
         return []
-    begin = np.concatenate([tensor.chunks.offset for tensor in tensors])
-    file = np.concatenate([tensor.chunks.file for tensor in tensors])
-    end = begin + spans_of(tensors)
+    file, begin, end = ranges_of(tensors)
     order = np.lexsort((begin, file))
     groups: list[list[Tensor]] = []
     reach, reach_file = -1, -1
