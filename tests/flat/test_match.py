@@ -278,7 +278,11 @@ CASES: dict[str, Case] = {
     "groups that the units have, too": Case(
         ORIG.with_groups(BY_TWO), optim=raw(ORIG, groups=BY_TWO, param_names=BY_TWO), groups=BY_TWO),
     "param_names of an unknown parameter": Case(
-        ORIG, ["param_names: x is not among the units' parameters"], optim=raw(ORIG, param_names=[[*NAMES[:3], "x"]])),
+        ORIG, ["a param group lists x, which no optimizer of these units holds"],
+        optim=raw(ORIG, param_names=[[*NAMES[:3], "x"]])),
+    "param_names of an unknown parameter in known groups": Case(
+        KEYED, ["param_names: x is not among the units' parameters"],
+        optim=raw(ORIG, param_names=[[*NAMES[:3], "x"]])),
     "param_names in another order": Case(
         KEYED, ["optim 0 is e.bias in param_names, e.weight in the units",
                 "optim 1 is e.weight in param_names, e.bias in the units"],
