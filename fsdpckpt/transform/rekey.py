@@ -37,6 +37,7 @@ from fsdpckpt.transform.naming import (
 )
 from fsdpckpt.transform.order_sources import BY_USER, listed_param_names
 from fsdpckpt.transform.parameter_order import ParameterOrder, contradictions
+from fsdpckpt.transform.rebuilt_groups import divided_as_recorded
 from fsdpckpt.transform.spanning import require_same_members
 from fsdpckpt.transform.stated_orders import parameter_orders
 from fsdpckpt.transform.units_beside import require_units_beside
@@ -160,6 +161,8 @@ def to_ids(
         return checkpoint
     if order is not None:
         order = order.with_shapes_of(others)
+        if optim.rebuilt:
+            checkpoint, optim = divided_as_recorded(checkpoint, optim, order)
     groups = _grouped_names(optim, order, checkpoint.source)
     _require_names_fit(optim, checkpoint.source, groups, order)
     if order is not None:

@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import fsdpckpt
 from tests.oracle.compare import identical
@@ -510,6 +512,29 @@ def test_groups_that_were_lost_give_ids_only_where_they_would_not_matter(model: 
     command()
     states = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
     assert [identical(states[at]["exp_avg"], -weight(name)) for at, name in enumerate("ea")] == [True, True]
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2, 0.1), (0.1, 0.1, 0.1), (0.1, 0.2, 0.3)])
+def test_groups_that_were_lost_are_divided_as_the_units_record(rates: tuple[float, ...], tmp_path: Path) -> None:
+    """PyTorch's flattened form records no groups: the first and the last have equal settings, and become one."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    groups = [{"params": list(each.parameters()), "lr": rate} for each, rate in zip(model, rates, strict=True)]
+    optimizer = torch.optim.AdamW(groups)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    fsdpckpt.save_parameter_order(model, optimizer, tmp_path / "units.json")
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, flat = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optimizer": flat}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    units = tmp_path / "units.json"
+    fsdpckpt.convert(tmp_path / "dcp", tmp_path / "out.pt", to="full", key_type="id", units=units)
+    found, expected = torch.load(tmp_path / "out.pt")["optimizer"], optimizer.state_dict()
+    settings = [(group["params"], group["lr"]) for group in found["param_groups"]]
+    assert settings == [(group["params"], group["lr"]) for group in expected["param_groups"]]
+    for at, states in expected["state"].items():
+        assert all(identical(found["state"][at][name], value) for name, value in states.items())
+    optimizer.load_state_dict(found)
 
 
 @pytest.mark.parametrize("file", [ids("ea n"), named("ea n"), File(model="ea")])
