@@ -77,6 +77,11 @@ def _as_optimizer_lists(
     if of_model is not None:
         position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
     groups = None if optim is None else groups_by_user(listed.names, divided, optim, position)
+    sizes = list(map(len, divided))
+    if optim is not None and optim.rebuilt and len(sizes) > len(optim.groups or ()) and sum(sizes) == len(listed.rows):
+        groups = cut(
+            listed.names, sizes
+        )  # rebuilt groups may have been more, and ``divided_as_recorded`` compares them
     if groups is None:
         return listed
     members = cut(range(len(listed.rows)), list(map(len, groups)))

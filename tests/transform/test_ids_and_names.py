@@ -514,8 +514,11 @@ def test_groups_that_were_lost_give_ids_only_where_they_would_not_matter(model: 
     assert [identical(states[at]["exp_avg"], -weight(name)) for at, name in enumerate("ea")] == [True, True]
 
 
+@pytest.mark.parametrize("by", ["units", "parameters"])
 @pytest.mark.parametrize("rates", [(0.1, 0.2, 0.1), (0.1, 0.1, 0.1), (0.1, 0.2, 0.3)])
-def test_groups_that_were_lost_are_divided_as_the_units_record(rates: tuple[float, ...], tmp_path: Path) -> None:
+def test_groups_that_were_lost_are_divided_as_the_units_record(
+    rates: tuple[float, ...], by: str, tmp_path: Path
+) -> None:
     """PyTorch's flattened form records no groups: the first and the last have equal settings, and become one."""
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     groups = [{"params": list(each.parameters()), "lr": rate} for each, rate in zip(model, rates, strict=True)]
@@ -524,11 +527,12 @@ def test_groups_that_were_lost_are_divided_as_the_units_record(rates: tuple[floa
         param.grad = torch.randn_like(param)
     optimizer.step()
     fsdpckpt.save_parameter_order(model, optimizer, tmp_path / "units.json")
+    (tmp_path / "names.txt").write_text("0.weight\n0.bias\n\n1.weight\n1.bias\n\n2.weight\n2.bias\n")
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, flat = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": weights, "optimizer": flat}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    units = tmp_path / "units.json"
-    fsdpckpt.convert(tmp_path / "dcp", tmp_path / "out.pt", to="full", key_type="id", units=units)
+    listed: dict[str, Any] = {by: tmp_path / {"units": "units.json", "parameters": "names.txt"}[by]}
+    fsdpckpt.convert(tmp_path / "dcp", tmp_path / "out.pt", to="full", key_type="id", **listed)
     found, expected = torch.load(tmp_path / "out.pt")["optimizer"], optimizer.state_dict()
     settings = [(group["params"], group["lr"]) for group in found["param_groups"]]
     assert settings == [(group["params"], group["lr"]) for group in expected["param_groups"]]
