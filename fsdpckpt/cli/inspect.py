@@ -136,8 +136,10 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
     for each in left_out:  # what convert does not copy
         yield from wrapped(f"other files: {names_text(each.names, 6)}", columns)
     said = {each.message for each in left_out}
-    for message in fold_notes(note.message for note in checkpoint.notes if note.message not in said):
-        yield from wrapped(f"note: {message}", columns)
+    for label, warns in (("warning", True), ("note", False)):
+        notes = [note.message for note in checkpoint.notes if note.warning is warns and note.message not in said]
+        for message in fold_notes(notes):
+            yield from wrapped(f"{label}: {message}", columns)
     problems = checkpoint.problems
     for problem in problems if columns is None else problems[:MAX_PROBLEMS]:
         yield from labelled("problem:", problem.message, Colour.BAD, columns)

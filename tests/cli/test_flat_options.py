@@ -52,3 +52,4 @@ def test_verify_says_what_it_could_not_prove(run: Run, raw: Path) -> None:
     done = run("verify", raw, "--json")
     assert done.code == 1
     assert any("these units are not used" in problem["message"] for problem in json.loads(done.out)["problems"])
+    assert "\nwarning: " in run("inspect", raw).out
