@@ -190,7 +190,7 @@ def plan_transfers(
     for number, segment in enumerate(segments):
         owned.setdefault(segment.owner, []).append(number)
     served = {rank, *np.flatnonzero((~seen_by & seen_by[:, [rank]]).any(axis=0)).tolist()}
-    search = _NeedSearch(plan, segments, seen_by, rank, _Turns.of(seen_by), window, round_bytes, written)
+    search = _NeedSearch(plan, segments, seen_by, rank, window, round_bytes, written)
     needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if owner in served]
     rounds = max((need.rounds for need in needs), default=0)
     own_need = next(need for need in needs if need.owner == rank)
@@ -218,26 +218,17 @@ def _in_rounds(counts: Int64Array, rounds: int) -> Int64Array:
     return np.append(counts, np.zeros(rounds - len(counts), np.int64))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Turns:
-    """The ranks that see a file take turns to send it: window by window, each owner beginning with another one, so that
-    all of them send in every round.
+def _senders(seen_by: SeenBy, files: Int64Array, windows: Int64Array, owner: int) -> Int64Array:
+    """Who sends each part that ``owner`` needs: of file ``files[n]``, for its window number ``windows[n]``.
 
-    ``seers[f, :counts[f]]``: the ranks that see file f.
+    The ranks that see a file take turns window by window, for each owner beginning with another one, so that all of
+    them send in every round.
     """
-
-    seers: Int64Array
-    counts: Int64Array
-
-    @classmethod
-    def of(cls, seen_by: SeenBy) -> _Turns:
-        first_those_that_see = np.argsort(~seen_by, axis=1, kind="stable")
-        return cls(first_those_that_see.astype(np.int64), seen_by.sum(axis=1, dtype=np.int64))
-
-    def senders(self, files: Int64Array, windows: Int64Array, owner: int) -> Int64Array:
-        """Who sends each part, of file ``files[n]`` for window number ``windows[n]`` of ``owner``."""
-        turns: Int64Array = self.seers[files, (windows + owner) % self.counts[files]]
-        return turns
+    used, row = np.unique(files, return_inverse=True)
+    seers = np.argsort(~seen_by[used], axis=1, kind="stable")  # the ranks that see the file come first
+    counts = seen_by[used].sum(axis=1)
+    turns: Int64Array = seers[row, (windows + owner) % counts[row]]
+    return turns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,7 +239,6 @@ class _NeedSearch:
     segments: Sequence[Segment]
     seen_by: SeenBy
     rank: int
-    turns: _Turns
     window: int
     round_bytes: int
     written: Int64Array
@@ -294,7 +284,7 @@ class _NeedSearch:
         columns = np.concatenate([np.stack(each.copies) for each in needed], axis=1)
         file, _, _, target, _, _, rows, cast = columns
         nbytes = np.concatenate([each.nbytes for each in needed])
-        senders = self.turns.senders(file, window_of, owner)
+        senders = _senders(self.seen_by, file, window_of, owner)
         return Parts(window_of, senders, nbytes, target, (rows == 1) & (cast < 0))
 
 
