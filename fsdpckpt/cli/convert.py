@@ -21,7 +21,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.options import ConvertOptions, EachOptions, Launcher, LaunchOptions
 from fsdpckpt.process import process_role
-from fsdpckpt.text import duration_text, fold_notes, plural, size_text
+from fsdpckpt.text import duration_text, fold_notes, is_or_are, plural, size_text
 
 if TYPE_CHECKING:
     from fsdpckpt.cli.output import Streams
@@ -140,7 +140,7 @@ def _convert_each(
     output.document(document, "each")
     if not output.quiet:
         done = f"{len(attempts) - failed} of {plural(len(attempts), 'checkpoint')}"
-        planned = "can be converted" if options.dry_run else f"{'is' if len(attempts) == 1 else 'are'} in {out}"
+        planned = "can be converted" if options.dry_run else f"{is_or_are(len(attempts))} in {out}"
         output.data([f"{done} {planned}" + (f", {failed} failed" if failed else "")])
     return max((attempt.exit_code for attempt in attempts), default=0)
 

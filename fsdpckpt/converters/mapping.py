@@ -84,7 +84,7 @@ def _mapped(
     refuse_unknown_numbers(maps, mapping.options)
     applied: list[AppliedMap] = []
     # Of what is left out, too, as long as names are those of the source.
-    shapes = _shapes(opened)
+    shapes = opened.shapes
     for layout_map in maps:
         made = checkpoint
 
@@ -97,16 +97,11 @@ def _mapped(
             return same_form and first_difference((first, *files), (other, *files), None) is None
 
         values = MapNumbers(layout_map, opened, mapping, sources)
-        known = shapes | _shapes(checkpoint)  # the second have names without prefixes of wrappers
+        known = shapes | checkpoint.shapes  # the second have names without prefixes of wrappers
         checkpoint, done = apply_map(checkpoint, layout_map, values, Reading(number, equal), known)
         applied.append(done)
         shapes = {}
     return checkpoint, tuple(applied)
-
-
-def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    params = checkpoint.params
-    return {name: leaf.shape for name, leaf in params.items() if isinstance(leaf, Tensor)}
 
 
 def find_maps(options: ConvertOptions) -> tuple[LayoutMap, ...]:

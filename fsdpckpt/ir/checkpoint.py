@@ -210,6 +210,11 @@ class Checkpoint:
         return self.model.params if self.model is not None else {}
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each of ``params`` that is a tensor."""
+        return {name: leaf.shape for name, leaf in self.params.items() if isinstance(leaf, Tensor)}
+
+    @property
     def states(self) -> Mapping[ParamKey, Mapping[str, Tensor | Value]]:
         """The states of each parameter of the optimizer by its key; none without an optimizer."""
         return self.optim.state if self.optim is not None else {}

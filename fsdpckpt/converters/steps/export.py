@@ -93,7 +93,7 @@ def _check_configuration(reference: str, checkpoint: Checkpoint, sources: Source
     Compares fields whose weights all have one size, and models with one stack of layers (``ir.model_config``).
     """
     document = configuration_in([reference], sources)
-    shapes = _shapes(checkpoint)
+    shapes = checkpoint.shapes
     wrong = [
         f"{each.field}: expected {each.found}, {each.what}, found {each.stated}"
         for each in disagreements(document, shapes)
@@ -187,7 +187,7 @@ def _tied_by_configuration(
 
 def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
     """Raises SourceUnsupportedError that lists every weight whose name or shape differs from the reference's."""
-    shapes, expected = _shapes(checkpoint), _shapes(reference)
+    shapes, expected = checkpoint.shapes, reference.shapes
     wrong = [f"{name}: not in {reference.source}" for name in shapes if name not in expected]
     wrong += [f"{name}: not in {checkpoint.source}" for name in expected if name not in shapes]
     # Tied weights: only one of the two may have the output layer.
@@ -206,8 +206,3 @@ def _require_fitting(checkpoint: Checkpoint, reference: Checkpoint) -> None:
             next_step=f"name the directory of the model that was trained; {flags.rename} and {flags.strip_prefix} "
             "change names",
         )
-
-
-def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    params = checkpoint.params
-    return {name: leaf.shape for name, leaf in params.items() if isinstance(leaf, Tensor)}
