@@ -139,8 +139,18 @@ def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tokens, tokens
 
 
-def pipeline(config: dict[str, Any]) -> Any:
+def trained_in_stages(net: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     import deepspeed
+
+    settings = {**USUAL, "gradient_accumulation_steps": 2, **config}
+    engine = deepspeed.initialize(model=net, optimizer=optimizer, config=settings)[0]
+    data = batches(engine.grid.get_data_parallel_rank())
+    for _ in range(3):
+        engine.train_batch(data)
+    return engine
+
+
+def pipeline(config: dict[str, Any]) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     def tied(**more: Any) -> Any:
@@ -156,12 +166,7 @@ def pipeline(config: dict[str, Any]) -> Any:
         tied(forward_fn=lambda words, x: x @ words.e.weight.t()),
     ]
     net = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
-    settings = {**USUAL, "gradient_accumulation_steps": 2, **config}
-    engine = deepspeed.initialize(model=net, optimizer=adam(net), config=settings)[0]
-    data = batches(engine.grid.get_data_parallel_rank())
-    for _ in range(3):
-        engine.train_batch(data)
-    return engine
+    return trained_in_stages(net, adam(net), config)
 
 
 class Routed(nn.Module):
@@ -187,17 +192,11 @@ def by_experts(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def expert_pipeline(config: dict[str, Any]) -> Any:
-    import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     layers = [LayerSpec(nn.Embedding, WORDS, 6), LayerSpec(Routed), LayerSpec(Routed), LayerSpec(nn.Linear, 6, WORDS)]
     net = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
-    settings = {**USUAL, "gradient_accumulation_steps": 2, **config}
-    engine = deepspeed.initialize(model=net, optimizer=by_experts(net), config=settings)[0]
-    data = batches(engine.grid.get_data_parallel_rank())
-    for _ in range(3):
-        engine.train_batch(data)
-    return engine
+    return trained_in_stages(net, by_experts(net), config)
 
 
 def autotp(config: dict[str, Any]) -> Any:
