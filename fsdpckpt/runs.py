@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fsdpckpt import flags
@@ -66,46 +66,78 @@ def convert_each(
     """
     glob = _require_glob(each)
     _require_out_apart(out, run)
-    if options.resume is None and not options.overwrite:
-        options = replace(options, resume=True)  # what is there and complete is compared, and accepted
+    accepting = _accepting_what_is_there(options)
     done: set[str] = set()
-    said: dict[str, str] = {}  # the errors of those that are tried again
-    refused: list[Attempt] = []  # those that come first, as long as the command may be wrong for all
-    command_fits = False
+    outcome = _Outcome()
     while True:
         names = [name for name in find_checkpoints(run, glob, each.newer_than) if name not in done]
         if not names and each.watch is None:
             raise _no_match_error(run, glob, each.newer_than)
         for name in names:
-            attempt = _attempt(run, out, name, options, launch, progress)
-            error = attempt.error
-            # One that is incomplete may be of a save that is under way: with --watch it is tried again.
-            again = error is not None and (isinstance(error, SourceError) or error.retryable)
-            if not again:
+            attempt = _attempt(run, out, name, accepting, launch, progress)
+            if not _may_become_whole(attempt):
                 done.add(name)
-            if isinstance(error, UsageError) and not command_fits:
-                refused.append(attempt)
-                _require_that_command_fits(refused)
-                continue
-            command_fits = command_fits or not isinstance(error, SourceError)
-            if command_fits:
-                yield from refused
-                refused.clear()
-            if error is None or said.get(name) != str(error):
-                yield attempt
-            said[name] = str(error)
-        if refused and refused[0].error is not None:
-            raise refused[0].error
+            yield from outcome.to_report(attempt)
+        outcome.require_one_that_fits()
         if each.watch is None:
             return
         time.sleep(each.watch)
 
 
-def _require_that_command_fits(refused: Sequence[Attempt]) -> None:
-    """Raises UsageError if the first checkpoints are all refused in the same words: the command is wrong, for all."""
-    first, errors = refused[0].error, {str(attempt.error) for attempt in refused}
-    if first is not None and len(refused) == _ALIKE and len(errors) == 1:
-        raise first
+def _accepting_what_is_there(options: ConvertOptions) -> ConvertOptions:
+    """``options`` with which a target that is there and complete is compared and kept, unless they say otherwise."""
+    unsaid = options.resume is None and not options.overwrite
+    return replace(options, resume=True) if unsaid else options
+
+
+def _may_become_whole(attempt: Attempt) -> bool:
+    """Whether another attempt may succeed: a checkpoint that is incomplete may be of a save that is under way."""
+    error = attempt.error
+    return error is not None and (isinstance(error, SourceError) or error.retryable)
+
+
+class _Outcome:
+    """Decides which attempts to report, and when the command itself is wrong.
+
+    The first checkpoints that are refused for an option are held back: if it is wrong for all of them, that is one
+    error of the command and not one for each checkpoint. With ``--watch``, an error that stays the same is reported
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Attempt] = []  # the first ones that were refused, as long as none has shown that options fit
+        self._options_fit = False
+        self._last_error: dict[str, str] = {}  # of each checkpoint that was tried, in words
+
+    def to_report(self, attempt: Attempt) -> Iterator[Attempt]:
+        """``attempt`` and those that were held back, as far as they are to be reported now.
+
+        Raises UsageError if the first checkpoints are all refused in the same words.
+        """
+        error = attempt.error
+        if isinstance(error, UsageError) and not self._options_fit:
+            self._held.append(attempt)
+            self._require_different_refusals()
+            return
+        # Of a source that cannot be read the options may be right or wrong.
+        if not isinstance(error, SourceError):
+            self._options_fit = True
+        if self._options_fit:
+            yield from self._held
+            self._held.clear()
+        if error is None or self._last_error.get(attempt.name) != str(error):
+            yield attempt
+        self._last_error[attempt.name] = str(error)
+
+    def require_one_that_fits(self) -> None:
+        """Raises the first error that was held back, if nothing has shown yet that the options fit any checkpoint."""
+        if self._held and self._held[0].error is not None:
+            raise self._held[0].error
+
+    def _require_different_refusals(self) -> None:
+        first, errors = self._held[0].error, {str(attempt.error) for attempt in self._held}
+        if first is not None and len(self._held) == _ALIKE and len(errors) == 1:
+            raise first
 
 
 def _require_out_apart(out: str, run: str) -> None:

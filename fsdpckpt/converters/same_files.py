@@ -12,6 +12,7 @@ from functools import cache
 
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.zip import checksummed_directory
+from fsdpckpt.storage.mounts import Mount, mounts_of
 from fsdpckpt.storage.sources import Sources
 
 # File systems that many machines mount, by the name that Linux gives them; of FUSE those that serve one store to all.
@@ -44,33 +45,32 @@ def identity_proofs(path: str) -> tuple[bytes, ...]:
 @cache
 def _boot() -> str:
     """The identity of this machine's running kernel."""
-    return _read("/proc/sys/kernel/random/boot_id").strip()
-
-
-def _read(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:  # no Linux
         return ""
 
 
 def _path_in_shared_mount(path: str, device: int) -> str | None:
     """File system, server and path there of a file that is on a file system of many machines."""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
     real = os.path.realpath(path)
-    found: tuple[str, str] | None = None
-    for line in _read("/proc/self/mountinfo").splitlines():
-        fields, _, tail = line.partition(" - ")
-        kind, source, *_ = [*tail.split(" "), "", ""]
-        words = fields.split(" ")
-        if len(words) < 5 or words[2] != wanted or kind not in _SHARED or source.startswith(_LOCAL_SERVERS):
-            continue
-        root, point = (word.replace("\\040", " ") for word in words[3:5])
-        inside = os.path.relpath(real, point)
-        if not inside.startswith("..") and (found is None or len(point) > len(found[0])):
-            found = point, f"{kind} {source} {os.path.normpath(os.path.join(root, inside))}"
-    return found[1] if found is not None else None
+    above = [mount for mount in mounts_of(device) if _is_shared(mount) and _is_below(real, mount.point)]
+    if not above:
+        return None
+    nearest = max(above, key=lambda mount: len(mount.point))  # of several mounts in each other
+    inside = os.path.relpath(real, nearest.point)
+    return f"{nearest.kind} {nearest.source} {os.path.normpath(os.path.join(nearest.root, inside))}"
+
+
+def _is_below(path: str, directory: str) -> bool:
+    """Whether the real ``path`` is ``directory`` or below it, by their texts."""
+    return os.path.commonpath([path, directory]) == directory
+
+
+def _is_shared(mount: Mount) -> bool:
+    """Whether other machines see the same files there."""
+    return mount.kind in _SHARED and not mount.source.startswith(_LOCAL_SERVERS)
 
 
 def checksum_proof(path: str, sources: Sources) -> bytes:

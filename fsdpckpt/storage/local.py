@@ -28,7 +28,7 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.ir.files import Zeros
 from fsdpckpt.storage.descriptors import PooledDescriptor
-from fsdpckpt.storage.places import is_in_memory
+from fsdpckpt.storage.mounts import is_in_memory
 from fsdpckpt.storage.protocols import (
     ByteSource,
     Entry,

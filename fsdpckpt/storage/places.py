@@ -6,12 +6,12 @@ whose texts have nothing in common. Whatever is written, replaced or removed is 
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+from fsdpckpt.storage.mounts import mounts
 
 Inode: TypeAlias = "tuple[int, int]"
 """The device and the number of a file or directory on it."""
@@ -67,43 +67,7 @@ def is_mount_point(path: str) -> bool:
     """
     if os.path.ismount(path):
         return True
-    return os.fsencode(path) in (_unescaped(mount.point) for mount in _mounts())
-
-
-_IN_MEMORY = {b"tmpfs", b"ramfs"}
-
-
-@functools.cache
-def is_in_memory(device: int) -> bool:
-    """Whether the file system with this number (``st_dev``) keeps its files in memory."""
-    number = f"{os.major(device)}:{os.minor(device)}".encode()
-    return any(mount.device == number and mount.system in _IN_MEMORY for mount in _mounts())
-
-
-class _Mount(NamedTuple):
-    """As the kernel lists it: the number of its file system, the path where it is mounted, what it is."""
-
-    device: bytes
-    point: bytes
-    system: bytes
-
-
-def _mounts() -> list[_Mount]:
-    mounts: list[_Mount] = []
-    try:
-        with open("/proc/self/mountinfo", "rb") as file:
-            for line in file:
-                of_place, _, of_system = line.partition(b" - ")
-                _, _, device, _, point, *_ = of_place.split()
-                mounts.append(_Mount(device, point, of_system.split()[0]))
-    except (OSError, ValueError, IndexError):  # no Linux
-        return []
-    return mounts
-
-
-def _unescaped(text: bytes) -> bytes:
-    """The kernel writes a space as ``\\040``."""
-    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), text)
+    return any(mount.point == path for mount in mounts())
 
 
 def _upward(path: str) -> Iterator[str]:

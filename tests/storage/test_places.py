@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fsdpckpt.errors import UsageError
-from fsdpckpt.storage.places import DirectoryTree, is_in_memory, is_within
+from fsdpckpt.storage.mounts import is_in_memory
+from fsdpckpt.storage.places import DirectoryTree, is_within
 from fsdpckpt.storage.target_checks import (
     TargetState,
     check_target,
@@ -24,7 +25,8 @@ MOUNTED = """
 import os, subprocess, sys
 from fsdpckpt.errors import TargetExistsError, UsageError
 from fsdpckpt.report import check_report
-from fsdpckpt.storage.places import DirectoryTree, is_in_memory, is_within
+from fsdpckpt.storage.mounts import is_in_memory
+from fsdpckpt.storage.places import DirectoryTree, is_within
 from fsdpckpt.storage.target_checks import TargetState, check_target, refuse_links_into
 from fsdpckpt.storage.target_checks import require_apart, require_source_apart
 

@@ -23,6 +23,7 @@ from fsdpckpt.errors import WorkerError
 from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
+from fsdpckpt.storage import mounts
 from tests.comm.forked_workers import forked_workers
 from tests.e2e.distributed.disks import bind, can_bind, own_namespace
 from tests.oracle.compare import identical
@@ -163,6 +164,8 @@ def test_one_file_proves_itself_under_every_path_and_a_copy_never_does(
         ("36 35 {dev} / {dir} rw - nfs4 127.0.0.1:/ rw", None),  # a tunnel of each machine's own
         ("36 35 {dev} / {dir} rw - ext4 /dev/nvme0n1 rw", None),
         ("36 35 0:999 / {dir} rw - nfs4 server:/export rw", None),
+        ("36 35 {dev} / /elsewhere rw - nfs4 server:/export rw", None),
+        (r"36 35 {dev} /a\040b {dir} rw - nfs4 server:/c\040d rw", "nfs4 server:/c d /a b/file"),
         ("nonsense", None),
     ],
 )
@@ -172,5 +175,6 @@ def test_a_path_in_a_file_system_of_many_machines_proves_the_file(
     (tmp_path / "file").write_bytes(b"x")
     device = (tmp_path / "file").stat().st_dev
     text = line.format(dev=f"{device >> 8 & 0xFFF}:{device & 0xFF}", dir=tmp_path)
-    monkeypatch.setattr(same_files, "_read", lambda _path: f"{text}\n")
+    (tmp_path / "mountinfo").write_text(f"{text}\n")
+    monkeypatch.setattr(mounts, "_LISTING", str(tmp_path / "mountinfo"))
     assert same_files._path_in_shared_mount(str(tmp_path / "file"), device) == proved
