@@ -13,7 +13,7 @@ from fsdpckpt import flags
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError
 from fsdpckpt.ir.bitsandbytes import BITSANDBYTES, block_of
 from fsdpckpt.ir.optimizer import ParamKey
-from fsdpckpt.ir.quantized import Role, parts_with, quantized_parts
+from fsdpckpt.ir.state_parts import state_parts
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Unit
 from fsdpckpt.ir.values import Value
@@ -79,7 +79,7 @@ _TRIED = 256  # how many numbers of ranks a message proposes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Quantized:
+class QuantizedUnit:
     """The parameters of one unit that have 8-bit states, and the number of codes in a block; None if no size fits."""
 
     unit: Unit
@@ -87,12 +87,12 @@ class Quantized:
     block: int | None
 
     @classmethod
-    def of(cls, unit: Unit, state: Mapping[ParamKey, Mapping[str, Tensor | Value]]) -> Quantized:
+    def of(cls, unit: Unit, state: Mapping[ParamKey, Mapping[str, Tensor | Value]]) -> QuantizedUnit:
         lengths: list[tuple[int, int]] = []
         params: set[str] = set()
         for param in unit.params:
             states = state.get(param.name, {})
-            for scale in parts_with(Role.SCALE, quantized_parts(states)):
+            for scale in state_parts(states).scales:
                 leaf = states.get(scale)
                 if isinstance(leaf, Tensor):
                     lengths.append((param.numel, leaf.numel))
@@ -114,7 +114,7 @@ class Quantized:
 
 
 def require_aligned_slices(
-    quantized: Sequence[Quantized], layouts: Mapping[str, FlatLayout], *, orig: bool, source: str
+    quantized: Sequence[QuantizedUnit], layouts: Mapping[str, FlatLayout], *, orig: bool, source: str
 ) -> None:
     """Raises NeedsInformationError if slices of a target with ``layouts`` (by unit) would cut a block."""
     wrong = [text for of_unit in quantized for text in of_unit.partial_blocks(layouts[of_unit.unit.key], orig=orig)]

@@ -30,7 +30,7 @@ from fsdpckpt.ir.names import clean, keeps_order
 from fsdpckpt.ir.optimizer import Optimizer, ParamGroup, ParamKey
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import OneSlice, Slices
-from fsdpckpt.ir.quantized import quantized_parts
+from fsdpckpt.ir.state_parts import state_parts
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, Units
@@ -237,11 +237,11 @@ class _Matching:
                 continue
             if name not in self.by_key and name not in self.params:  # from param_names, which is reported already
                 continue
-            other = quantized_parts(states)
+            parts = state_parts(states).names
             tensors = {
                 state: leaf
                 for state, leaf in states.items()
-                if isinstance(leaf, Tensor) and leaf.ndim and state not in other and not is_step(state, leaf)
+                if isinstance(leaf, Tensor) and leaf.ndim and state not in parts and not is_step(state, leaf)
             }
             wrong = {state: text for state, leaf in tensors.items() if (text := self._state(name, leaf))}
             compared += len(tensors)

@@ -27,7 +27,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem, Section
 from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.placements import Slices
-from fsdpckpt.ir.quantized import quantized_parts
+from fsdpckpt.ir.state_parts import state_parts
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts.flattened import FILLER, is_flat_key
 from fsdpckpt.storage.sources import Sources
@@ -121,7 +121,9 @@ def _right_padding(checkpoint: Checkpoint, match: FlatMatch) -> Iterator[tuple[s
     group_of = optim.group_of()
     for param, states in optim.state.items():
         layout = match.layouts.get(match.keys.get(param, ""))
-        for state, leaf in states.items() if not quantized_parts(states) else ():  # a code of zero need not be zero
+        if state_parts(states).names:  # a code of zero need not be a value of zero
+            continue
+        for state, leaf in states.items():
             if (
                 layout is None
                 or not isinstance(leaf, Tensor)

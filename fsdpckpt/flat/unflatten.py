@@ -35,7 +35,7 @@ from fsdpckpt.ir.optimizer import (
 )
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import Flattened, OneSlice, Slices, Whole
-from fsdpckpt.ir.quantized import Role, StatePart, parts_with, quantized_parts
+from fsdpckpt.ir.state_parts import StateParts, state_parts
 from fsdpckpt.ir.tensors import Chunks, Int64Array, Tensor, contiguous_stride
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Key, Value
@@ -188,14 +188,14 @@ def _unit_states(
     """The states of each parameter of a flat parameter; a state that is not a slice belongs to all of them."""
     layout = match.layouts[unit.key]
     by_name: dict[ParamKey, dict[str, Tensor | Value]] = {param.name: {} for param in unit.params}
-    parts = quantized_parts(states)
-    scales, maps = _scales(unit, unit.params, states, parts, match), parts_with(Role.MAP, parts)
+    parts = state_parts(states)
+    scales = _scales(unit, unit.params, states, parts, match)
     for item, leaf in states.items():
         if item in scales:
             for name, tensor in scales[item].items():
                 by_name[name][item] = tensor
             continue
-        cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf) and item not in maps
+        cut = isinstance(leaf, Tensor) and leaf.ndim and not is_step(item, leaf) and item not in parts.maps
         if cut and isinstance(leaf, Tensor) and _fits(leaf, layout.shard_numel, world_size):
             starts = leaf.chunks.rank % layout.shard_count * layout.shard_numel
             for name, tensor in _split_params(unit, leaf.dtype, _sorted_runs(leaf, starts), layout).items():
@@ -210,14 +210,14 @@ def _param_states(
     param: Parameter, unit: Unit | None, states: Mapping[str, Tensor | Value], match: FlatMatch, world_size: int
 ) -> dict[str, Tensor | Value]:
     """The states of a parameter that has an entry itself. ``unit``: the one that holds it, if any."""
-    parts = quantized_parts(states)
+    parts = state_parts(states)
     scales = _scales(unit, [param], states, parts, match) if unit is not None else {}
-    counts, maps = match.counts.get(param.name), parts_with(Role.MAP, parts)
+    counts = match.counts.get(param.name)
     entry: dict[str, Tensor | Value] = {}
     for item, leaf in states.items():
         if item in scales:
             entry[item] = scales[item][param.name]
-        elif item in maps or (isinstance(leaf, Tensor) and is_step(item, leaf)):
+        elif item in parts.maps or (isinstance(leaf, Tensor) and is_step(item, leaf)):
             entry[item] = _read_whole(leaf)
         else:
             entry[item] = _of_param(param, leaf, counts, world_size)
@@ -228,12 +228,12 @@ def _scales(
     unit: Unit,
     params: Sequence[Parameter],
     states: Mapping[str, Tensor | Value],
-    parts: Mapping[str, StatePart],
+    parts: StateParts,
     match: FlatMatch,
 ) -> dict[str, dict[str, Tensor]]:
     """The scales of bitsandbytes' states in the vector of ``params``: by state, then by parameter."""
     scales: dict[str, dict[str, Tensor]] = {}
-    for name, state in parts_with(Role.SCALE, parts).items():
+    for name, state in parts.scales.items():
         scale, codes = states.get(name), states.get(state)
         if isinstance(scale, Tensor) and isinstance(codes, Tensor):
             scales[name] = _read_scales(unit, params, scale, codes, match)

@@ -17,8 +17,8 @@ from fsdpckpt.ir.copies import DifferentCopies, contradicting_copies, copies_of_
 from fsdpckpt.ir.coverage import Flaw, box_text, flaws
 from fsdpckpt.ir.files import path_of
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
-from fsdpckpt.ir.quantized import quantized_parts
 from fsdpckpt.ir.sections import alone
+from fsdpckpt.ir.state_parts import state_parts
 from fsdpckpt.ir.state_shapes import without_states
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor, ranges_of
 from fsdpckpt.ir.values import Value
@@ -224,7 +224,7 @@ def _uneven_states(
         if states:
             ndim = max((leaf.ndim for leaf in states.values() if isinstance(leaf, Tensor)), default=0)
             params.setdefault(ndim, []).append(key)
-            parts = quantized_parts(states)
+            parts = state_parts(states).names
             for name in [name for name in states if name not in parts]:
                 counts[ndim, name] = counts.get((ndim, name), 0) + 1
     for (ndim, name), count in counts.items():

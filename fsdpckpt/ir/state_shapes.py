@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from fsdpckpt.ir.counters import is_counter
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.placements import OneSlice, Slices
-from fsdpckpt.ir.quantized import ShownShape, shown_shapes
+from fsdpckpt.ir.state_parts import state_parts
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value
 
@@ -50,6 +50,31 @@ _FACTORS = frozenset({"row", "col", "r", "c"})  # words in the names of factored
 _DOUBLED = "state1"
 _LOW_RANK_GROUP = "rank"
 _NOT_ALL_ELEMENTS = frozenset({"projector", "mask"})
+
+
+class ShownShape(NamedTuple):
+    """A tensor among the states of a parameter that shows a shape for it."""
+
+    name: str
+    state: str  # that it is or belongs to
+    tensor: Tensor
+    shape: tuple[int, ...]
+
+
+def shown_shapes(entry: Mapping[str, object]) -> Iterator[ShownShape]:
+    """Each tensor in ``entry`` that has dimensions, with the shape that its parameter would have.
+
+    For torchao's codes and scales that is the shape of their state. Counters, maps and bitsandbytes' scales show none.
+    """
+    parts = state_parts(entry)
+    for name, leaf in entry.items():
+        if not isinstance(leaf, Tensor) or not leaf.ndim or is_counter(name, leaf) or name in parts.maps:
+            continue
+        state = parts.codes.get(name) or parts.scales.get(name, name)
+        if state == name:
+            yield ShownShape(name, name, leaf, leaf.shape)
+        elif state in parts.shapes:
+            yield ShownShape(name, state, leaf, parts.shapes[state])
 
 
 class ShownShapes:

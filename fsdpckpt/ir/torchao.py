@@ -16,12 +16,16 @@ to the reader (``formats.torch.torchao``) and the writer (``formats.pickle.write
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, prod
+from typing import TypeVar
 
 from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.tensors import Box
 from fsdpckpt.ir.values import Global, Object
+
+_Name = TypeVar("_Name")  # of an entry: a key or a value, as the caller types its dicts
 
 TORCHAO = "torchao"
 CODES, SCALE, QMAP = "codes", "scale", "qmap"
@@ -126,3 +130,15 @@ def blocks_of(value: object) -> Blocks | None:
             if shape and all(type(size) is int for size in shape):
                 return Blocks(value.function, DTYPES[name], shape, block, signed)  # type: ignore[arg-type]
     return None
+
+
+def states_in_blocks(entry: Mapping[_Name, object]) -> Iterator[tuple[_Name, Blocks]]:
+    """The names in ``entry`` that have a record, and how each state is quantized."""
+    for name, value in entry.items():
+        if type(value) is Object and (blocks := blocks_of(value)) is not None:
+            yield name, blocks
+
+
+def part_name(name: object, part: str) -> str:
+    """The name in the IR of one part of the state ``name``."""
+    return f"{name!s}.{part}"

@@ -18,7 +18,7 @@ from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
 from fsdpckpt.ir.counters import is_counter
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.placements import MeshShape, Replicate, Sharding
-from fsdpckpt.ir.quantized import shown_shapes
+from fsdpckpt.ir.state_shapes import shown_shapes
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts import is_cut_unevenly, on_dimensions, on_mesh
 from fsdpckpt.text import first_lines, plural, shape_text, some_of

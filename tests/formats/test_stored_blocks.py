@@ -17,7 +17,7 @@ from fsdpckpt.ir.quantized import split_state
 from fsdpckpt.ir.tensors import Chunks, Tensor, contiguous_stride
 from fsdpckpt.ir.torchao import CODES, QMAP, SCALE
 from fsdpckpt.ir.values import Global
-from fsdpckpt.transform.sharded import refuse_casts, refuse_in_blocks, require_whole_blocks
+from fsdpckpt.transform.quantized import refuse_casts, refuse_in_blocks, require_whole_blocks
 
 
 def tensor(shape: tuple[int, ...], dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> StoredTensor:

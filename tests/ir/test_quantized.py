@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.quantized import Blockwise, Role, joined_states, quantized_parts, shown_shapes, split_state
+from fsdpckpt.ir.quantized import Blockwise, joined_states, split_state
+from fsdpckpt.ir.state_parts import StateParts, state_parts
+from fsdpckpt.ir.state_shapes import shown_shapes
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.torchao import Blocks
 from fsdpckpt.ir.values import Global
@@ -27,17 +29,28 @@ BITSANDBYTES = {"state1": tensor(256, dtype="uint8"), "absmax1": tensor(1), "qma
 ADAM = {"step": tensor(), "exp_avg": tensor(6, 4), "state1": tensor(256), "qmap1": tensor(256)}
 
 
+OF_BITSANDBYTES = StateParts(scales={"absmax1": "state1"}, maps={"qmap1": "state1"})
+
+
 @pytest.mark.parametrize(
-    ("entry", "roles"),
+    ("entry", "parts"),
     [
-        (TORCHAO, {"exp_avg.codes": Role.CODES, "exp_avg.scale": Role.SCALE, "exp_avg.qmap": Role.MAP}),
-        (BITSANDBYTES, {"absmax1": Role.SCALE, "qmap1": Role.MAP}),
-        ({"__bnb_optimizer_quant_state__": BITSANDBYTES}, {"absmax1": Role.SCALE, "qmap1": Role.MAP}),
-        (ADAM, {}),
+        (
+            TORCHAO,
+            StateParts(
+                {"exp_avg.codes": "exp_avg"},
+                {"exp_avg.scale": "exp_avg"},
+                {"exp_avg.qmap": "exp_avg"},
+                shapes={"exp_avg": (6, 4)},
+            ),
+        ),
+        (BITSANDBYTES, OF_BITSANDBYTES),
+        ({"__bnb_optimizer_quant_state__": BITSANDBYTES}, OF_BITSANDBYTES),
+        (ADAM, StateParts()),
     ],
 )
-def test_parts_have_one_role_in_every_library(entry: dict[str, Any], roles: dict[str, Role]) -> None:
-    assert {name: part.role for name, part in quantized_parts(entry).items()} == roles
+def test_each_entry_is_a_part_of_its_state_in_every_library(entry: dict[str, Any], parts: StateParts) -> None:
+    assert state_parts(entry) == parts
 
 
 def test_parts_show_the_shape_of_their_parameter_or_none() -> None:

@@ -16,12 +16,8 @@ from fsdpckpt.transform.placements import (
     place_remaining,
     warn_of_uneven_cuts,
 )
-from fsdpckpt.transform.sharded import (
-    mark_sharded,
-    note_undetermined,
-    refuse_cut_codes,
-    require_whole_blocks,
-)
+from fsdpckpt.transform.quantized import refuse_cut_codes, require_whole_blocks
+from fsdpckpt.transform.sharded import mark_sharded, note_undetermined
 
 
 def place(draft: Draft, decision: Decision) -> Draft:

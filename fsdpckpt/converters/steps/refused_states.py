@@ -9,7 +9,7 @@ from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir import Layout
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.options import MissingState
-from fsdpckpt.transform.sharded import refuse_casts, refuse_in_blocks
+from fsdpckpt.transform.quantized import refuse_casts, refuse_in_blocks
 from fsdpckpt.transform.spanning import refuse_spanning
 
 

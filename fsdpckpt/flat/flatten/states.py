@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceCorruptError, SourceUnsupportedError
-from fsdpckpt.flat.blocks import Quantized, require_aligned_slices
+from fsdpckpt.flat.blocks import QuantizedUnit, require_aligned_slices
 from fsdpckpt.flat.flatten.keys import FlatKeys
 from fsdpckpt.flat.flatten.pickle import UnitState, in_memory_order
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
@@ -25,7 +25,7 @@ from fsdpckpt.ir.dtypes import DType, numpy_dtype
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import Flattened, Slices
-from fsdpckpt.ir.quantized import Role, parts_with, quantized_parts
+from fsdpckpt.ir.state_parts import state_parts
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Unit, Units
 from fsdpckpt.ir.values import Value
@@ -47,14 +47,13 @@ def unit_states(
     entries = [state[param.name] for param in params if param.name in state]
     if not entries:
         return None
-    parts = quantized_parts(entries[0])
-    scales, maps = parts_with(Role.SCALE, parts), parts_with(Role.MAP, parts)
-    block = Quantized.of(unit, state).block or 1
+    parts = state_parts(entries[0])
+    block = QuantizedUnit.of(unit, state).block or 1
     states: dict[str, UnitState | Tensor | Value] = {}
     for name, first in entries[0].items():
         by_param = {param.name: entry[name] for param, entry in zip(params, entries, strict=True)}
         tensors = {param: leaf for param, leaf in by_param.items() if isinstance(leaf, Tensor) and leaf.ndim}
-        if name in maps or not tensors or _is_per_unit(name, list(tensors.values()), params):
+        if name in parts.maps or not tensors or _is_per_unit(name, list(tensors.values()), params):
             states[name] = first
             continue
         dtypes = {casts.get(tensor, tensor.dtype).name: param for param, tensor in tensors.items()}
@@ -64,7 +63,7 @@ def unit_states(
         # Stands in for the state of a parameter without elements: no element of it is written.
         of_params = [tensors.get(param.name, next(iter(tensors.values()))) for param in unit.params]
         dtype = casts.get(of_params[0], of_params[0].dtype)
-        if name in scales:
+        if name in parts.scales:
             states[name] = UnitState.of_scales(of_params, dtype, block)
         else:
             wrong += [shape_mismatch(p, name, tensors[p.name]) for p in params if tensors[p.name].shape != p.shape]
@@ -141,7 +140,7 @@ class FlatOptimizer:
                 f"({flags.only('model')})"
                 + ("" if units.use_orig_params else f"; where dtypes differ, add {flags.use_orig_params}"),
             )
-        cut = [Quantized.of(unit.unit, self._state) for unit in placed if unit.sharded or not units.use_orig_params]
+        cut = [QuantizedUnit.of(unit.unit, self._state) for unit in placed if unit.sharded or not units.use_orig_params]
         layouts = {unit.unit.key: unit.layout for unit in placed}
         require_aligned_slices(cut, layouts, orig=units.use_orig_params, source=checkpoint.source)
         self._blocks = {name: of_unit.block or 1 for of_unit in cut for name in of_unit.params}
@@ -214,7 +213,7 @@ class FlatOptimizer:
 
     def _slice_entry(self, name: str, states: Mapping[str, Tensor | Value], begin: int, count: int) -> dict[str, Any]:
         param, parts = self._params[name], (FlatPart(0, begin, count),)
-        scales = parts_with(Role.SCALE, quantized_parts(states))
+        scales = state_parts(states).scales
         entry: dict[str, Any] = dict(states)
         for item, leaf in states.items():
             if not isinstance(leaf, Tensor) or not leaf.ndim or is_counter(item, leaf):
@@ -229,12 +228,12 @@ class FlatOptimizer:
     def _misshapen(self, name: str) -> list[str]:
         """What is wrong with the states of a parameter. One that is not sharded may have states of any shape."""
         param, sharded, states = self._params[name], self._holder[name].sharded, self._state.get(name, {})
-        other = quantized_parts(states)
+        parts = state_parts(states).names
         return [
             shape_mismatch(param, item, leaf)
             for item, leaf in states.items()
             if isinstance(leaf, Tensor)
-            and item not in other
+            and item not in parts
             and leaf.shape not in ((), (1,), param.shape)
             and (sharded or isinstance(leaf.cut, _IN_SLICES))
         ]
@@ -263,7 +262,7 @@ def require_equal_states(checkpoint: Checkpoint, units: Units, sources: Sources)
 def _disagreements(unit: Unit, optim: Optimizer, checkpoint: Checkpoint, sources: Sources) -> Iterator[str]:
     params = [param for param in deciding_params(unit) if optim.state.get(param.name)]
     entries = [optim.state[param.name] for param in params]
-    parts = {name for entry in entries for name in quantized_parts(entry)}
+    parts = {name for entry in entries for name in state_parts(entry).names}
     for state in dict.fromkeys(name for entry in entries for name in entry):
         tensors = [leaf for entry in entries if isinstance(leaf := entry.get(state), Tensor)]
         per_unit = state not in parts and len(tensors) == len(params) and _is_per_unit(state, tensors, params)

@@ -23,8 +23,7 @@ from fsdpckpt.ir.attached_states import param_keys
 from fsdpckpt.ir.checkpoint import Container, Layout, ModelState, Note
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.placements import PerRank, Sharded, Whole
-from fsdpckpt.ir.quantized import shown_shapes
-from fsdpckpt.ir.state_shapes import mirrors
+from fsdpckpt.ir.state_shapes import mirrors, shown_shapes
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.values import Value
 from fsdpckpt.readers.protocol import PartContents

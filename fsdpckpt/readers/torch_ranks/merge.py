@@ -25,9 +25,9 @@ from fsdpckpt.ir.bitsandbytes import BITSANDBYTES, may_be_codes, unwrapped
 from fsdpckpt.ir.checkpoint import Layout, Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.placements import Replicate, Sharded, Slices
-from fsdpckpt.ir.quantized import quantized_parts, states_in_blocks
+from fsdpckpt.ir.state_parts import state_parts
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
-from fsdpckpt.ir.torchao import Blocks, blocks_of
+from fsdpckpt.ir.torchao import Blocks, blocks_of, states_in_blocks
 from fsdpckpt.ir.values import Key, Value, equal, leaf_tensors, like
 from fsdpckpt.layouts.flattened import is_flat_key
 from fsdpckpt.readers.optimizer_forms import is_optimizer
@@ -96,7 +96,7 @@ class RankMerge:
             values = self._without_empty(values, present, states, path)
         merged: dict[Key, Value] = like(first, {})
         keys = list(first)
-        in_blocks: Collection[Key] = {*states, *quantized_parts(first)} if states else ()
+        in_blocks: Collection[Key] = {*states, *state_parts(first).names} if states else ()
         inner, places = _inner_place(first, place), dict.fromkeys(in_blocks, _Place.INSIDE)
         in_optimizer = place is _Place.STATES or place is _Place.ENTRY  # a rank without elements may have no state
         if place is _Place.ANYWHERE and is_optimizer(first):
