@@ -145,8 +145,8 @@ def _require_out_apart(out: str, run: str) -> None:
     if not is_url(run) and not is_url(out):
         require_outside(out, run)
     elif is_url(run) and is_url(out):
+        from fsdpckpt.storage.remote_dst import require_apart_in_store
         from fsdpckpt.storage.remote_store import filesystem_of
-        from fsdpckpt.storage.upload import require_apart_in_store
 
         filesystem, root = filesystem_of(out)
         require_apart_in_store(out, run, filesystem, root, above=False)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from fsdpckpt import flags
 from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.execute.checks import require_checksum, sum_of
-from fsdpckpt.execute.output import target_differs
+from fsdpckpt.execute.compared_output import target_differs
 from fsdpckpt.execute.recorded import linked_checksums
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, Note, SourceFile
 from fsdpckpt.ir.files import require_stored, stored_by_number

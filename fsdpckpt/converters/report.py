@@ -15,7 +15,7 @@ from typing import Any
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.credentials import without_credentials
-from fsdpckpt.execute.output import target_differs
+from fsdpckpt.execute.compared_output import target_differs
 from fsdpckpt.ir.account import Fate
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Note
 from fsdpckpt.ir.files import require_stored

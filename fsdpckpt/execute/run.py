@@ -25,9 +25,10 @@ import numpy as np
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import WorkerError
 from fsdpckpt.execute.checks import FILE, NO_PARTS, SourceCheck, joined_spans, sum_of, unverified_spans
+from fsdpckpt.execute.compared_output import ComparedOutput
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, Job
 from fsdpckpt.execute.journal import JournaledWindows, Recording
-from fsdpckpt.execute.output import ComparedOutput, Output, OutputState, write_window
+from fsdpckpt.execute.output import Output, OutputState, write_window
 from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
 from fsdpckpt.ir.tensors import Int64Array, distinct

@@ -18,8 +18,6 @@ holds a lock in the directory while it writes (``lock_as_writer``): no other run
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 import shutil
 import stat
@@ -47,6 +45,7 @@ from fsdpckpt.storage.hidden import (
     write_own_file,
 )
 from fsdpckpt.storage.local import sync_directory, target_errors
+from fsdpckpt.storage.renameat2 import rename_if_absent, swap_names
 from fsdpckpt.storage.target_checks import (
     Contents,
     added_since,
@@ -292,7 +291,7 @@ class Staging:
         if empty:
             os.rmdir(self._target)
         try:
-            if not _rename(self.final_path, self._target, _NOREPLACE):
+            if not rename_if_absent(self.final_path, self._target):
                 self._refuse_to_replace()
                 os.rename(self.final_path, self._target)
         except OSError as error:
@@ -453,30 +452,3 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
     else:
         os.unlink(path)
-
-
-_AT_FDCWD = -100
-_NOREPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of linux/fs.h
-# Errors that mean "not possible here": old kernels, NFS and some network file systems, sandboxes that refuse unknown
-# calls. Where the permission is missing, the plain renames that are tried next lack it as well.
-_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM})
-
-
-def swap_names(source: str, target: str) -> bool:
-    """Swap the names of ``source`` and ``target``, which both exist, in one atomic step.
-
-    False, with nothing done, where the system cannot do that. Raises OSError for what would stop any rename.
-    """
-    return _rename(source, target, _EXCHANGE)
-
-
-def _rename(source: str, target: str, flags: int) -> bool:
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(flags)) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _UNSUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number), source)

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from fsdpckpt.errors import SourceMissingError, WorkerError
 from fsdpckpt.execute.checks import SourceCheck
 from fsdpckpt.execute.job import Job, JobSettings, pack_job, unpack_job
-from fsdpckpt.execute.output import Output, StreamedOutput, write_window
+from fsdpckpt.execute.output import Output, write_window
 from fsdpckpt.execute.send_recv import ReceiveBuffers, SentSums, StreamReader
+from fsdpckpt.execute.streamed_output import StreamedOutput
 from fsdpckpt.execute.window import Assembler
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype

@@ -15,7 +15,8 @@ from fsdpckpt.converters.output.division import claim_rows
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import JournaledWindows, joined
-from fsdpckpt.execute.output import DeferredChecksums, Output
+from fsdpckpt.execute.output import Output
+from fsdpckpt.execute.stored_checksums import DeferredChecksums
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import Target, TargetFile

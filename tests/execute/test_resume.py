@@ -23,7 +23,7 @@ from fsdpckpt.errors import SourceCorruptError, TargetExistsError, TargetUnwrita
 from fsdpckpt.execute import journal
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import JournaledWindows, Recorder, RunIdentity, read_run
-from fsdpckpt.execute.output import DeferredChecksums
+from fsdpckpt.execute.stored_checksums import DeferredChecksums
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored

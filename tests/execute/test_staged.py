@@ -11,7 +11,7 @@ import pytest
 
 from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
 from fsdpckpt.execute.journal import JournaledWindows, Recorder
-from fsdpckpt.execute.output import DeferredChecksums
+from fsdpckpt.execute.stored_checksums import DeferredChecksums
 from fsdpckpt.ir.checkpoint import Checksums
 from fsdpckpt.storage.sources import Sources
 from tests.execute.running import run_plan

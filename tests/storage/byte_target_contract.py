@@ -17,9 +17,10 @@ import pytest
 from fsdpckpt.errors import TargetUnwritableError
 from fsdpckpt.storage import ByteTarget
 from fsdpckpt.storage.local import WritableFile, aligned_buffer
+from fsdpckpt.storage.remote_dst import open_target
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import TargetState
-from fsdpckpt.storage.upload import PART, UploadOptions, open_target
+from fsdpckpt.storage.upload import PART, UploadOptions
 
 CONTENT = random.Random(4).randbytes((3 << 20) + 777)  # long enough for direct writes, no whole number of blocks
 

@@ -17,9 +17,10 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.storage import ByteTarget, local
 from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.remote_dst import open_target
 from fsdpckpt.storage.retry import ATTEMPTS
 from fsdpckpt.storage.target_checks import TargetState
-from fsdpckpt.storage.upload import PART, UploadOptions, open_target
+from fsdpckpt.storage.upload import PART, UploadOptions
 from tests.storage.byte_target_contract import (
     ByteTargetContract,
     PublishedTargetContract,

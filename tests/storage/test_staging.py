@@ -17,12 +17,12 @@ import pytest
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.hidden import journal_path, journal_paths, lock_as_writer, staging_root
 from fsdpckpt.storage.local import WritableFile, aligned_buffer
+from fsdpckpt.storage.renameat2 import swap_names
 from fsdpckpt.storage.staging import (
     Staging,
     clear_leftover,
     free_bytes,
     restore_backup,
-    swap_names,
     was_interrupted,
 )
 from fsdpckpt.storage.target_checks import TargetState, check_target, contents_of

@@ -33,9 +33,10 @@ from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.report import PlannedFile, Report, existing_manifest, put_manifest, replaced_files
 from fsdpckpt.converters.union_sources import UnionSources
 from fsdpckpt.errors import FsdpckptError, TargetExistsError
+from fsdpckpt.execute.compared_output import ComparedOutput, target_differs
 from fsdpckpt.execute.job import Budget, Job
 from fsdpckpt.execute.journal import JournaledWindows, Record, Recorder, Recording, RunIdentity, read_records
-from fsdpckpt.execute.output import ComparedOutput, Output, target_differs
+from fsdpckpt.execute.output import Output
 from fsdpckpt.ir.checkpoint import Note, NoteKind, SourceFile
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.options import OutputScope

@@ -50,9 +50,11 @@ from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.union_sources import UnionSources
 from fsdpckpt.errors import FsdpckptError, SourceError, UsageError
+from fsdpckpt.execute.compared_output import ComparedObject, target_differs
 from fsdpckpt.execute.job import BUFFERS_PER_THREAD, LARGEST_WINDOW, SMALLEST_WINDOW, Budget, Job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, run_of
-from fsdpckpt.execute.output import ComparedObject, Output, StreamedOutput, target_differs
+from fsdpckpt.execute.output import Output
+from fsdpckpt.execute.streamed_output import StreamedOutput
 from fsdpckpt.ir.checkpoint import Note, SourceFile
 from fsdpckpt.ir.targets import Target
 from fsdpckpt.plan import Plan
@@ -63,9 +65,10 @@ from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
 from fsdpckpt.storage.local import replace_file, target_errors
 from fsdpckpt.storage.object_file import ObjectFile, needs_of_parts, parts_held
 from fsdpckpt.storage.parts import MAX_PARTS, renames_at_once, takes_parts
+from fsdpckpt.storage.remote_dst import refuse_odd_names
 from fsdpckpt.storage.remote_store import filesystem_of, is_http
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget, refuse_odd_names
+from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget
 from fsdpckpt.text import plural, size_text
 
 PART = 5 << 20  # bytes: the smallest part that S3 takes

@@ -45,17 +45,18 @@ from fsdpckpt.errors import (
     TargetUnwritableError,
     UsageError,
 )
+from fsdpckpt.execute.compared_output import target_differs
 from fsdpckpt.execute.job import Job
-from fsdpckpt.execute.output import target_differs
 from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.options import ConvertOptions, LinkMode, OutputScope, VerifyLevel
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import UPLOADING, is_url
 from fsdpckpt.storage.hub import hub_target_kind, require_hub_place
+from fsdpckpt.storage.remote_dst import open_target
 from fsdpckpt.storage.remote_store import RemoteStore, filesystem_of
 from fsdpckpt.storage.staging import InterruptedRun
 from fsdpckpt.storage.target_checks import TargetState, require_apart
-from fsdpckpt.storage.upload import RemoteTarget, UploadOptions, open_target
+from fsdpckpt.storage.upload import RemoteTarget, UploadOptions
 
 T = TypeVar("T")
 
