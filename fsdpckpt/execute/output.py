@@ -1,7 +1,7 @@
 """One target file while it is written, window by window, in any order.
 
-``streamed_output`` has one that is sent to an object store meanwhile, ``compared_output`` one that exists already and is
-compared.
+``streamed_output`` has one that is sent to an object store meanwhile, ``compared_output`` one that exists already and
+is compared.
 """
 
 from __future__ import annotations
