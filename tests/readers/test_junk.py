@@ -14,10 +14,10 @@ from tests.readers import (
     test_deepspeed_experts,
     test_deepspeed_parallel,
     test_deepspeed_universal,
-    test_megatron_torch_ranks,
 )
 from tests.readers.contents import opened
 from tests.readers.junk import refusals, save
+from tests.readers.megatron_jobs import Run
 
 
 def all_of(files: dict[str, Any]) -> Callable[[Path], dict[str, Any]]:
@@ -42,10 +42,10 @@ def experts(directory: Path) -> dict[str, Any]:
 
 
 def megatron_ranks(directory: Path) -> dict[str, Any]:
-    job = test_megatron_torch_ranks.Job(2, 4, 2, gated=True)
+    job = Run(tensor=2, layers=(2,), groups=2, fused=True)
     job.save(directory)
-    content = job.content(1)
-    content["args"] = job.arguments(1)
+    content = job.content(1, 2, 1, 0, 0)
+    content["args"] = vars(content["args"])
     content["model"] = {name: value for name, value in content["model"].items() if "final" in name}
     content["optimizer"]["optimizer"]["state"] = {}
     return {"iter_0000007/mp_rank_01/model_optim_rng.pt": content}

@@ -37,7 +37,8 @@ def of_megatron(name: str) -> Make:
 SOURCES: dict[str, tuple[Make, dict[str, Any], dict[str, Any]]] = {
     **{path.parent.name: (folder(path.parent.name), RANKS, {}) for path in sorted(DEEPSPEED.glob("zero*/latest"))},
     **{name: (of_deepspeed(name), RANKS, {}) for name in ("pipeline", "autotp-zero1", "autotp-zero3")},
-    **{name: (of_deepspeed(name), RANKS, {}) for name in ("experts", "experts-data-first")},
+    **{name: (of_deepspeed(name), RANKS, {}) for name in ("experts", "experts-data-first", "pipeline-bf16")},
+    **{name: (of_deepspeed(name), RANKS, {}) for name in ("autoep-zero1", "autoep-zero3")},
     **{f"{name}-universal": (universal(name), RANKS, {}) for name in ("zero1-bf16", "zero3-bf16")},
     **{name: (of_megatron(name), FULL, STANDARD) for name in ("uneven", "reshardable", "flattened-range")},
     "flattened-range-0.12": (of_megatron("flattened-range-0.12"), FULL, STANDARD),
