@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 __all__ = [
     "GOLDEN", "Change", "Make", "add", "add_copy", "copied", "cut", "dcp_of", "edit", "files", "lose", "move", "packed",
-    "put", "safetensors", "swap", "together",
+    "put", "safetensors", "save", "swap", "together",
 ]  # fmt: skip
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -185,6 +185,18 @@ def put(name: str, content: Any) -> Change:
             torch.save(content, path)
 
     return change
+
+
+def save(content: Any, path: Path) -> Path:
+    """What ``put`` writes or, where the name says so, safetensors; a DCP directory where it has no suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        save_file(content, path)
+    elif path.suffix:
+        put(path.name, content)(path.parent)
+    else:
+        dcp.save(content, checkpoint_id=path, no_dist=True)
+    return path
 
 
 def edit(glob: str, change_content: Callable[[Any], object]) -> Change:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceIncompleteError, SourceUnrecognisedError
@@ -28,18 +27,13 @@ from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
 from tests.fuzz.layouts import SAVED, WRITTEN, files_of, put
-from tests.makers import dcp_of
+from tests.makers import dcp_of, save
 from tests.oracle.compare import identical
 from tests.readers.contents import opened
 from tests.readers.test_missing_sections import OPTIMIZER, trainer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODEL = {"w": torch.randn(5, 3)}
-
-
-def save(value: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, path)
 
 
 def collection(unpacked: Path) -> Iterator[Path]:
@@ -122,7 +116,7 @@ def settings(checkpoint: Checkpoint) -> set[tuple[int, int]]:
 
 def test_what_is_left_out_says_by_which_rule(tmp_path: Path) -> None:
     trainer(source := tmp_path / "checkpoint-4")
-    save_file(MODEL, source / "model.safetensors")
+    save(MODEL, source / "model.safetensors")
     (source / ".cache").mkdir()
     (source / ".cache" / "x").write_text("x")
     save(MODEL, source / "checkpoint-2" / "model.pt")

@@ -6,18 +6,15 @@ import argparse
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError, SourceUnsupportedError
 from fsdpckpt.readers.counters import counted_parts
 from fsdpckpt.text import natural
-from tests.makers import Make, files, together
+from tests.makers import Make, files, save, together
 from tests.readers.contents import opened
 from tests.refusals import Refusal, each_of, several, unclear, unsupported
 
@@ -25,22 +22,12 @@ MODEL = {"a.weight": torch.randn(4, 3), "b.weight": torch.randn(2, 4)}
 HALF = {"a.weight": torch.randn(2, 3), "b.weight": torch.randn(2, 4)}
 
 
-def put(content: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        save_file(content, path)
-    elif path.suffix:
-        torch.save({"model": content}, path)
-    else:
-        dcp.save({"model": content}, checkpoint_id=path, no_dist=True)
-
-
 def weights(names: Sequence[str], content: Mapping[str, torch.Tensor] = HALF) -> Make:
     """A model, or a part of one, under each name: a file, or a DCP directory."""
 
     def make(directory: Path) -> None:
         for name in names:
-            put(dict(content), directory / name)
+            save(dict(content) if name.endswith(".safetensors") else {"model": dict(content)}, directory / name)
 
     return make
 
@@ -127,7 +114,7 @@ def test_a_file_whose_arguments_say_that_it_is_whole_is_a_model(plain: bool, tmp
 def test_parts_that_cannot_be_read_are_parts_all_the_same(count: int, tmp_path: Path) -> None:
     """With many directories side by side, an error in one means that each is a checkpoint, unless they are ranks."""
     for number in range(count):
-        put(HALF, tmp_path / f"mp_rank_{number:02d}" / "model_optim_rng.pt")
+        save({"model": HALF}, tmp_path / f"mp_rank_{number:02d}" / "model_optim_rng.pt")
     file = tmp_path / "mp_rank_01" / "model_optim_rng.pt"
     file.write_bytes(file.read_bytes()[:300])
     with pytest.raises(FsdpckptError) as error:

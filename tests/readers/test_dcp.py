@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -411,6 +412,33 @@ def test_a_save_without_flattening_keeps_its_flat_keys(tmp_path: Path) -> None:
         found, model={"w": flat["model.w"]}, optim={"state": state, "param_groups": [{"lr": 0.5, "params": ["w"]}]}
     )
     assert not found.origin.keys_in_order
+
+
+def layers_of(path: Path, rates: list[float]) -> list[list[str]]:
+    """One linear layer a learning rate, two parameters each; returns the parameter names of each group."""
+    torch.manual_seed(7)
+    layers = torch.nn.ModuleList(torch.nn.Linear(5, 3) for _ in rates)
+    groups = [
+        {"params": list(layer.parameters()), "lr": torch.tensor(rate)}
+        for layer, rate in zip(layers, rates, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    sum(layer(torch.randn(2, 5)).sum() for layer in layers).backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"model": layers.state_dict(), "optimizer": get_optimizer_state_dict(layers, optimizer, options=options)}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return [[f"{number}.weight", f"{number}.bias"] for number in range(len(rates))]
+
+
+@pytest.mark.parametrize("locate", [Locate.ALL, Locate.NOTHING])
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_with_equal_tensor_rates_share_a_group_and_others_do_not(tmp_path: Path, locate: Locate) -> None:
+    first, second, third = layers_of(tmp_path, [0.1, 0.25, 0.1])
+    groups: Any = opened(tmp_path, locate=locate).optim.param_groups  # type: ignore[union-attr]
+    assert [group["params"] for group in groups] == [first + third, second]
+    rates = [group["lr"] for group in groups]
+    assert rates[0] is not rates[1] and all(rate.shape == () for rate in rates)
 
 
 def test_without_locating_no_tensor_is_opened(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import copy as copy_module
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -61,24 +61,22 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return convert
 
 
-@each
-def test_every_value_is_what_deepspeed_gathers(name: str, full: Callable[[str], Any]) -> None:
-    state = full(name)
+def require_gathered(state: Any, name: str) -> None:
+    """Every weight and state is what DeepSpeed gathers, in the names, shapes and order of the module."""
     for key, expected in truth(name)["params"].items():
         assert identical(state["model"][key].flatten(), expected.pop("weight")), key
         for moment, value in expected.items():
             assert identical(state["optimizer"]["state"][key][moment].flatten(), value), (key, moment)
             assert state["optimizer"]["state"][key][moment].shape == state["model"][key].shape
+    shapes = {key: value.shape for key, value in Net().state_dict().items()}
+    assert {key: value.shape for key, value in state["model"].items()} == shapes
+    assert identical(state["model"]["head.weight"], state["model"]["embed.weight"])
 
 
 @each
-def test_the_model_has_the_names_and_the_order_of_the_module(name: str, full: Callable[[str], Any]) -> None:
-    state = full(name)
-    net = Net()
-    assert {key: value.shape for key, value in state["model"].items()} == {
-        key: value.shape for key, value in net.state_dict().items()
-    }
-    assert identical(state["model"]["head.weight"], state["model"]["embed.weight"])
+def test_every_value_is_what_deepspeed_gathers(name: str, full: Callable[[str], Any]) -> None:
+    state, net = full(name), Net()
+    require_gathered(state, name)
     trained = [key for key, param in net.named_parameters() if param.requires_grad]
     groups = [group["params"] for group in state["optimizer"]["param_groups"]]
     assert groups == [
@@ -163,12 +161,13 @@ def test_what_zero_to_fp32_wrote_into_the_run_is_an_export_and_a_model_where_it_
     assert fsdpckpt.diff(alone, run, only="model").same
 
 
-def test_what_the_training_kept_beside_is_an_extra(full: Callable[[str], Any]) -> None:
+def test_what_the_training_kept_beside_is_an_extra_and_the_weights_are_the_masters(full: Callable[[str], Any]) -> None:
     state = full("zero1-bf16")
-    assert state["epoch"] == 3
-    assert state["global_steps"] == 3
-    assert state["lr_scheduler"]["last_epoch"] == 3
+    assert (state["epoch"], state["global_steps"], state["lr_scheduler"]["last_epoch"]) == (3, 3, 3)
     assert state["loss_scaler"] == {"cur_scale": 1.0, "dynamic": False}
+    for name, said in (("zero1-bf16", ["not the bfloat16 copies"]), ("zero2-fp32", [])):
+        notes = [note.message for note in opened(GOLDEN / name / "global_step3").notes if note.kind == "master-weights"]
+        assert len(notes) == len(said) and all(text in note for text, note in zip(said, notes, strict=True))
 
 
 def test_what_one_rank_alone_kept_is_not_every_ranks(tmp_path: Path) -> None:
@@ -190,33 +189,32 @@ def test_what_one_rank_alone_kept_is_not_every_ranks(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_of_every_ranks_file_is_said_once(tmp_path: Path) -> None:
-    notes = [note.message for note in opened(copy("zero3-bf16", tmp_path)).notes if note.kind == "dropped"]
-    assert len(notes) == 1
-    assert notes[0].endswith("_optim_states.pt and 2 more files are left out: ds_id")
+    (note,) = [note for note in opened(copy("zero3-bf16", tmp_path)).notes if note.kind == "dropped"]
+    assert note.message.endswith("_optim_states.pt and 2 more files are left out: ds_id")
 
 
-def test_the_weights_are_the_masters_and_that_is_said(tmp_path: Path) -> None:
-    notes = [note for note in opened(copy("zero1-bf16", tmp_path)).notes if note.kind == "master-weights"]
-    assert len(notes) == 1
-    assert "not the bfloat16 copies" in notes[0].message
-    assert not [note for note in opened(copy("zero2-fp32", tmp_path)).notes if note.kind == "master-weights"]
-
-
-def test_a_checkpoint_of_the_trainer_with_deepspeed_is_the_trainers(tmp_path: Path) -> None:
+def test_the_trainers_own_files_go_to_fsdp_and_to_deepspeed_and_back(tmp_path: Path) -> None:
     source = copy("zero2-fp32", tmp_path)
-    (source / "trainer_state.json").write_text("{}")
-    (source / "zero_to_fp32.py").write_text("raise SystemExit\n")
+    own = {"trainer_state.json": "{}", "training_args.bin": "x", "config.json": "{}"}
+    for name, content in {**own, "zero_to_fp32.py": "raise SystemExit\n"}.items():
+        (source / name).write_text(content)
     torch.save({"last_epoch": 3}, source / "scheduler.pt")
     for rank in range(2):
-        torch.save(
-            {"python": (3, (1, rank), None), "cpu": torch.arange(4, dtype=torch.uint8) + rank},
-            source / f"rng_state_{rank}.pth",
-        )
+        random = {"python": (3, (1, rank), None), "cpu": torch.arange(4, dtype=torch.uint8) + rank}
+        torch.save(random, source / f"rng_state_{rank}.pth")
     assert opened(source).flavor == "trainer"
-    fsdpckpt.convert(str(source), str(tmp_path / "fsdp"), world_size=3)
-    names = {path.name for path in (tmp_path / "fsdp").iterdir()}
-    assert {"pytorch_model_fsdp_0", "optimizer_0", "trainer_state.json", "scheduler.pt"} <= names
-    assert not names & {"latest", "global_step3", "zero_to_fp32.py"}
+    fsdp, universal, back = (tmp_path / name for name in ("fsdp", "universal", "back"))
+    fsdpckpt.convert(source, fsdp, world_size=3)
+    fsdpckpt.convert(source, universal, flavor="deepspeed-universal")
+    fsdpckpt.convert(universal, back, flavor="trainer", world_size=2)
+    for directory in (fsdp, universal, back):
+        names = {path.name for path in directory.iterdir()}
+        assert {*own, "scheduler.pt"} <= names and any(name.startswith("rng_state") for name in names)
+        assert not names & {"latest", "global_step3", "zero_to_fp32.py"}
+        assert directory == universal or {"pytorch_model_fsdp_0", "optimizer_0"} <= names
+    assert (universal / "latest_universal").read_text() == "global_step3_universal"
+    compared = fsdpckpt.diff(str(source / "global_step3"), str(back))
+    assert not [entry.key for entry in compared.entries if entry.sigil != "=" and entry.section != "extra"]
 
 
 def test_a_checkpoint_of_accelerate_with_deepspeed_is_accelerates(tmp_path: Path) -> None:
@@ -256,26 +254,6 @@ def test_a_last_step_that_is_none_is_not_followed(text: str, tmp_path: Path) -> 
     source = copy("zero2-fp32", tmp_path)
     (source / "latest").write_text(text)
     assert {Path(file.path).parent.name for file in opened(source).files} == {"global_step3"}  # there is only one
-
-
-def test_the_trainers_own_files_go_to_deepspeed_and_back(tmp_path: Path) -> None:
-    source = copy("zero2-fp32", tmp_path)
-    own = {"trainer_state.json": "{}", "training_args.bin": "x", "config.json": "{}"}
-    for name, content in own.items():
-        (source / name).write_text(content)
-    torch.save({"last_epoch": 3}, source / "scheduler.pt")
-    state = {"python": (3, (1, 2), None), "cpu": torch.arange(4, dtype=torch.uint8)}
-    torch.save(state, source / "rng_state.pth")
-    universal, back = tmp_path / "universal", tmp_path / "back"
-    fsdpckpt.convert(str(source), str(universal), flavor="deepspeed-universal")
-    fsdpckpt.convert(str(universal), str(back), flavor="trainer", world_size=2)
-    for directory in (universal, back):
-        names = {path.name for path in directory.iterdir()}
-        assert {*own, "scheduler.pt"} <= names and any(name.startswith("rng_state") for name in names)
-    assert (universal / "latest_universal").read_text() == "global_step3_universal"
-    assert {"pytorch_model_fsdp_0", "optimizer_0"} <= {path.name for path in back.iterdir()}
-    compared = fsdpckpt.diff(str(source / "global_step3"), str(back))
-    assert not [entry.key for entry in compared.entries if entry.sigil != "=" and entry.section != "extra"]
 
 
 def step(name: str, *changes: Change, given: str = "") -> Make:
@@ -536,24 +514,20 @@ def test_parts_that_lie_elsewhere_than_their_file_says_are_refused(
         opened(tmp_path / "1")
 
 
-def _old_files(stage: int) -> dict[str, Any]:
-    """The files of 2 ranks with one weight, as plain dicts."""
+def _old_files(stage: int, parts: Sequence[torch.Tensor] = (torch.arange(8.0),) * 2) -> dict[str, Any]:
+    """The files of 2 ranks with one weight, as plain dicts. ``parts``: what each has of the flat tensor."""
     part = torch.arange(8.0)
-    base = {"state": {0: {"step": 3, "exp_avg": part / 2}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    states: dict[str, Any] = {"optimizer_state_dict": base, "fp32_flat_groups": [part]}
-    if stage == 2:
-        states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [part], "group_paddings": [0]}
-        states["param_alignment_paddings"] = [[0]]
     module = {"module": {"w": part[:0], "mask": part + 1}, "param_shapes": [{"w": [3, 5]}], "step": 3}
     module |= {"frozen_param_shapes": {"f": [2]}, "frozen_param_fragments": {"f": torch.ones(1)}, "shared_params": {}}
-    zero = f"zero_pp_rank_{{}}_mp_rank_00_{'model' if stage == 3 else 'optim'}_states.pt"
-    names = [zero.format(rank) for rank in range(2)] if stage == 3 else ["mp_rank_00_model_states.pt"]
+    names = [MODEL_0, MODEL_1] if stage == 3 else [MODEL]
     files: dict[str, Any] = {name: copy_module.deepcopy(module) for name in names}
-    for rank in range(2):
-        states = {**states, "zero_stage": stage}
-        files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {
-            "optimizer_state_dict": copy_module.deepcopy(states)
-        }
+    for name, own in zip((OPTIM_0, OPTIM_1), parts, strict=True):
+        base = {"state": {0: {"step": 3, "exp_avg": own / 2}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        states: dict[str, Any] = {"optimizer_state_dict": base, "fp32_flat_groups": [own]}
+        if stage == 2:
+            states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [own], "group_paddings": [0]}
+            states["param_alignment_paddings"] = [[0]]
+        files[name] = {"optimizer_state_dict": copy_module.deepcopy({**states, "zero_stage": stage})}
     return files
 
 
@@ -732,25 +706,14 @@ class TestZero2(ReaderContract):
     """What every reader promises, of files as DeepSpeed before 0.7 wrote them."""
 
     reader = DeepSpeedReader()
-    ranks = 2
 
     def save(self, directory: Path) -> Path:
         model = {name: torch.from_numpy(weight) for name, weight in WEIGHTS.items()}
         flat = torch.cat([weight.flatten() for weight in model.values()])
-        for rank, part in enumerate(one.clone() for one in flat.chunk(self.ranks)):
-            states = {
-                "zero_stage": 2,
-                "base_optimizer_state": {
-                    "state": {0: {"step": 3, "exp_avg": part / 2}},
-                    "param_groups": [{"lr": 0.1, "params": [0]}],
-                },
-                "single_partition_of_fp32_groups": [part],
-                "group_paddings": [0],
-            }
-            torch.save({"optimizer_state_dict": states}, directory / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        made = _old_files(2, [one.clone() for one in flat.chunk(2)])
+        for name in (OPTIM_0, OPTIM_1):
+            del made[name]["optimizer_state_dict"]["param_alignment_paddings"]
         shapes = [{name: weight.shape for name, weight in model.items()}]
-        torch.save(
-            {"module": {name: weight[:0] for name, weight in model.items()}, "param_shapes": shapes},
-            directory / "mp_rank_00_model_states.pt",
-        )
+        module = {"module": {name: weight[:0] for name, weight in model.items()}, "param_shapes": shapes}
+        save(made | {MODEL: module}, directory)
         return directory

@@ -1,8 +1,9 @@
 """What each rank of a DeepSpeed job had in memory: experts of its MoE layers and of AutoEP, a pipeline without ZeRO.
 
-DeepSpeed 0.19 saved them on 4 ranks. ``autoep-*`` is a Mixtral on two expert-parallel ranks of two data-parallel ranks:
-under ZeRO 1 the experts of the second layer are frozen, under ZeRO 3 neighbours have the same experts. ``pipeline-bf16``
-has two stages; ``BF16_Optimizer`` records the parameters of its flat tensors, and module states have no shapes.
+DeepSpeed 0.19 saved them on 4 ranks. ``autoep-*`` is a Mixtral on two expert-parallel ranks of two data-parallel
+ranks: under ZeRO 1 the experts of the second layer are frozen, under ZeRO 3 neighbours have the same experts.
+``pipeline-bf16`` has two stages; ``BF16_Optimizer`` records the parameters of its flat tensors, and module states have
+no shapes.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ STEP = "global_step3"
 LOCAL = 2  # experts of a layer on each rank
 EXPERT = re.compile(r"(?<=deepspeed_experts\.)\d+")
 FROZEN = {f"model.layers.1.mlp.experts.w{number}" for number in (1, 2, 3)}
+GATES = {f"model.layers.{layer}.mlp.gate.gate.weight" for layer in range(2)}  # other names of the routers
 OWN_SCALE = "tied_modules.embed.scale"  # each stage has its own, and the first saves it
 UNTRAINED: dict[str, set[str]] = {  # parameters and buffers without states
     "experts": {"mask", "head.bias"},
     "experts-data-first": {"mask", "head.bias"},
     "expert-pipeline": {"1.scale", "2.scale"},
-    "autoep-zero1": FROZEN,
-    "autoep-zero3": set(),
+    "autoep-zero1": {*FROZEN, *GATES},
+    "autoep-zero3": GATES,
     "pipeline-bf16": {OWN_SCALE, "1.count", "3.count", "4.count", "3.l.weight"},
 }
+OF_AUTOEP = {"ds_autoep_layers", "universal_checkpoint_info"}
+NO_EXTRAS: dict[str, set[str]] = {"autoep-zero1": OF_AUTOEP, "autoep-zero3": OF_AUTOEP, "pipeline-bf16": {"optimizer_"}}
 EXPERTS = {"experts": 32, "experts-data-first": 32, "expert-pipeline": 32, "autoep-zero1": 3, "autoep-zero3": 6}
 
 
@@ -55,7 +59,7 @@ def of_rank(whole: torch.Tensor, name: str, rank: int) -> torch.Tensor:
 
 
 def require_modules(model: dict[str, torch.Tensor], truth: Path) -> None:
-    """``model`` has all that the ranks' modules had, in any dtype, and nothing else."""
+    """``model`` has all that the ranks' modules had, in any dtype, and nothing else; they are empty under ZeRO 3."""
     seen = {OWN_SCALE} & {*model}
     for rank in torch.load(truth):
         place = rank.get("expert_rank", 0)
@@ -64,7 +68,7 @@ def require_modules(model: dict[str, torch.Tensor], truth: Path) -> None:
                 key = in_model(local, place)
                 assert identical(of_rank(model[key], key, place).to(value.dtype), value), key
                 seen.add(key)
-    assert seen == {*model}
+    assert seen in (set(), {*model})
 
 
 @pytest.mark.parametrize("name", UNTRAINED)
@@ -89,8 +93,7 @@ def test_every_value_is_what_the_ranks_had_in_memory(name: str, runs: Path, tmp_
     first, second = (group["params"] for group in state["optimizer"]["param_groups"])
     assert sorted([*first, *second]) == sorted(states) == sorted(seen)
     assert name not in EXPERTS or (len(second) == EXPERTS[name] and all("experts." in key for key in second))
-    assert not {LAYERS, "universal_checkpoint_info", "optimizer_"} & {*state}
-    assert state["epoch"] == 3
+    assert state["epoch"] == 3 and not NO_EXTRAS.get(name, set()) & {*state}
 
 
 @pytest.mark.parametrize(
@@ -273,19 +276,19 @@ REFUSALS = (
     incomplete("no rank's file without experts", copied(GOLDEN / "zero1-bf16" / STEP, lose("*_optim_states.pt")),
                NO_RANKS_FILE),
     # What AutoEP records of its layers
-    corrupt("experts swapped", autoep("zero1", placement(swapped)),
+    unsupported("experts swapped", autoep("zero1", placement(swapped)),
             "affine_maps and expert_placement do not say the same of rank 0"),
     corrupt("the placement of one rank", autoep("zero1", placement(lambda placed: placed["ranks"].pop())),
             "expert_placement is not of 2 ranks"),
     corrupt("an expert on two ranks", autoep("zero1", placement(lambda placed: placed["ranks"][1].update(
             experts=[1, 2]))), "each of 4 experts"),
-    unsupported("another placement", autoep("zero1", placement(lambda placed: placed.update(version=2))),
+    corrupt("another placement", autoep("zero1", placement(lambda placed: placed.update(version=2))),
                 "expert_placement has an unknown form"),
-    unsupported("other maps", autoep("zero1", maps(version=2)), "affine_maps have version 2"),
-    corrupt("maps of others", autoep("zero1", maps({"x": 1})), "it is not in affine_maps"),
+    corrupt("other maps", autoep("zero1", maps(version=2)), "affine_maps have version 2"),
+    unsupported("maps of others", autoep("zero1", maps({"x": 1})), "it is not in affine_maps"),
     corrupt("too many experts", autoep("zero1", of_layer(lambda layer: layer.update(num_experts=1 << 40))),
             "num_experts is"),
-    corrupt("another prefix", autoep("zero1", of_layer(lambda layer: layer.update(expert_key_prefix="other"))),
+    unsupported("another prefix", autoep("zero1", of_layer(lambda layer: layer.update(expert_key_prefix="other"))),
             "no layer of AutoEP has it"),
     corrupt("a layer that is a number", autoep("zero1", edit(MODULE, lambda content: content.update({LAYERS: [1]}))),
             f"{LAYERS} is not a dict"),

@@ -81,23 +81,8 @@ def test_one_stage_is_read_with_its_optimizer(layer: str, tmp_path: Path) -> Non
     assert all(identical(written[name], value) for name, value in {**TRAINED, **BUFFERS}.items())
 
 
-def test_a_tied_layer_may_call_its_weight_like_others(tmp_path: Path) -> None:
-    """``nn.Embedding`` and ``nn.LayerNorm`` both have ``weight``: which of them a layer is was not told apart."""
-    saved = files()
-    tied = "tied_modules.embed.e.weight"
-    saved[MODULE]["param_shapes"] = [
-        OrderedDict((name.replace("e.weight", "weight"), value.shape) for name, value in TRAINED.items())
-    ]
-    first = saved["layer_00-model_states.pt"]
-    saved["layer_00-model_states.pt"] = {"weight": first.pop("e.weight"), **first}
-    torch_files(lambda: saved)(tmp_path / "step")
-    found = opened(tmp_path / "step")
-    assert found.model is not None and found.problems == ()
-    assert set(found.model.params) == {*TRAINED, *BUFFERS} - {tied} | {"tied_modules.embed.weight"}
-
-
-def tied(**others: dict[str, torch.Tensor]) -> Make:
-    """A step whose tied embedding calls its weight like other layers and is the last layer, too, with ``others``."""
+def tied(last: bool = True, **others: dict[str, torch.Tensor]) -> Make:
+    """A step whose tied embedding calls its weight as other layers do, is the ``last`` layer, too, and ``others``."""
 
     def made() -> dict[str, Any]:
         saved = files()
@@ -107,16 +92,17 @@ def tied(**others: dict[str, torch.Tensor]) -> Make:
         ]
         embedding = saved["layer_00-model_states.pt"]
         embedding = {"weight": embedding.pop("e.weight"), **embedding}
-        saved |= {"layer_00-model_states.pt": embedding, "layer_05-model_states.pt": dict(embedding)}
+        saved |= dict.fromkeys(["layer_00-model_states.pt", *["layer_05-model_states.pt"] * last], embedding)
         return saved | {f"{name}-model_states.pt": {**embedding, **entries} for name, entries in others.items()}
 
     return torch_files(made)
 
 
-def test_a_tied_layer_is_in_the_files_of_several_layers(tmp_path: Path) -> None:
-    tied()(tmp_path / "step")
-    found = opened(tmp_path / "step")
-    assert found.model is not None and found.problems == ()
+@pytest.mark.parametrize("last", [True, False])
+def test_a_tied_layer_may_call_its_weight_like_others_and_be_in_several_files(last: bool, tmp_path: Path) -> None:
+    """``nn.Embedding`` and ``nn.LayerNorm`` both have ``weight``: which of them a layer is was not told apart."""
+    tied(last)(tmp_path / "step")
+    assert opened(tmp_path / "step").problems == ()
     weight = {"tied_modules.embed.weight": TRAINED["tied_modules.embed.e.weight"]}
     others = {name: value for name, value in {**TRAINED, **BUFFERS}.items() if name != "tied_modules.embed.e.weight"}
     fsdpckpt.convert(tmp_path / "step", tmp_path / "full.pt", only="model")

@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Container, Layout, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.side_files import flavor_of
-from fsdpckpt.readers.torch_ranks import group_ranks
 from fsdpckpt.storage import UPLOADING
 from tests.flat.flat_synthetic import checkpoint
-from tests.makers import GOLDEN, Change, Make, copied, dcp_of, files, lose, put, safetensors, together
+from tests.makers import GOLDEN, Change, Make, copied, dcp_of, files, lose, put, safetensors, save, together
 from tests.readers.contents import opened
+from tests.readers.played_ranks import as_rank
 from tests.readers.test_missing_sections import verl
 from tests.readings import Reading, each_reading
 from tests.refusals import (
@@ -42,11 +44,6 @@ OPTIM = {
     "state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.randn(5, 3)}, 1: {"exp_avg": torch.randn(5)}},
     "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}],
 }
-
-
-def save(value: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, path)
 
 
 BOTH = {"model": MODEL, "optimizer": OPTIM}
@@ -79,6 +76,25 @@ def of_ranks(stem: str, *contents: Any, world: int | None = None) -> dict[str, A
     }
 
 
+def one_of_one(directory: Path) -> None:
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        torch.save({"w.w": distribute_tensor(WEIGHT, mesh, [Shard(0)], src_data_rank=None)}, directory / "m.pt")
+
+
+class Quantized(torch.Tensor):
+    """A tensor of a library's own class around another one, as torchao keeps 8-bit states."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    __torch_dispatch__ = classmethod(lambda cls, function, *_: NotImplemented)
+
+
 def steps(*names: str, above: dict[str, Any] | None = None) -> Make:
     return together(files(above or {}), *(dcp_of(BOTH, at=name) for name in names))
 
@@ -97,6 +113,18 @@ def named(*names: str) -> str:
 
 
 WHOLE = {"layout": Layout.FULL, "problems": ()}
+ONE_FILE = {**WHOLE, "container": Container.TORCH, "world_size": 1}
+TRUTH = {
+    name: torch.load(GOLDEN / name / "truth/full.pt") for name in ("torch-2.1/f1_flat_full", "torch-2.4/f1_orig_full")
+}
+IDS = torch.load(GOLDEN / "torch-2.1/f1_flat_full/full_old_rekeyed_ids.pt")
+WEIGHT, TABLE = torch.rand(5, 3), {("a", 1): torch.ones(3), ("b", (2, None)): 4}
+NORM = torch.nn.LayerNorm(5)
+ADAM = torch.optim.Adam(NORM.parameters())
+NORM(torch.rand(2, 5)).sum().backward()
+ADAM.step()
+COLOURED = torch.rand(3)
+COLOURED.colour = "red"  # type: ignore[attr-defined]
 RANKS = {"layout": Layout.SHARDED, "world_size": 2}
 SEEDS = [{"seed": rank} for rank in range(3)]
 ACCELERATE = {"pytorch_model_fsdp.bin": MODEL, "optimizer.bin": OPTIM, "scheduler.bin": {"last_epoch": 5}}
@@ -110,6 +138,22 @@ READINGS = (
     Reading("a torch file of any name", files({"x.strange": {**BOTH, "epoch": 3}}, given="x.strange"), MODEL, OPTIM,
             {"epoch": 3}, is_a={**WHOLE, "container": Container.TORCH, "flavor": "plain"}),
     Reading("one numbered file", files({"model_0.pt": {"model": MODEL}}), MODEL),
+    *(
+        Reading(f"{section} of {name}", copied(GOLDEN / name, given=f"{section}.pt"), is_a=ONE_FILE,
+                **{section: truth[section]})
+        for name, truth in TRUTH.items()
+        for section in ("model", "optim")
+    ),
+    Reading("integer ids stay integers", copied(GOLDEN / "torch-2.1/f1_flat_full", given="full_old_rekeyed_ids.pt"),
+            optim=IDS, is_a=ONE_FILE),
+    Reading("vectors are full in one file", files({"o.pt": ADAM.state_dict()}), optim=ADAM.state_dict(), is_a=ONE_FILE),
+    Reading("one rank of a world of one", one_of_one, {"w.w": WEIGHT}, is_a={"layout": Layout.SHARDED,
+            "world_size": 1}),
+    Reading("keys of a table that are tuples", files({"m.pt": {"model": MODEL, "table": TABLE}}), MODEL,
+            extra={"table": TABLE}),
+    Reading("attributes of a tensor", files({"m.pt": {"w.w": COLOURED}}), {"w.w": COLOURED}, notes=["colour"]),
+    Reading("flat parameters", files({"m.pt": {"l.0._flat_param": WEIGHT[0], "buf": WEIGHT[1]}}),
+            {"l.0._flat_param": WEIGHT[0], "buf": WEIGHT[1]}, is_a={"layout": Layout.FLATTENED}),
     # Files of ranks
     *(
         Reading(f"ranks by {name}", ranks_of(name), FSDP2_TRUTH["model"], FSDP2_TRUTH["optim"], is_a=RANKS)
@@ -188,6 +232,14 @@ REFUSALS = (
     unrecognised("a lone tensor", files({"t.pt": torch.ones(3)}, given="t.pt"), "not a state dict"),
     incomplete("the file of one rank", copied(FSDP2, given="model_0.pt"), "give the directory with all of them: DIR",
                omits=("run the command again",)),
+    incomplete("that of one of two with ShardedTensors", copied(GOLDEN / "torch-2.1/f1_flat_sh_st", given="model_1.pt"),
+               "DIR/model_1.pt: 1 of 2 ranks is missing: 0\n"),
+    incomplete("that of one of four", copied(GOLDEN / "torch-2.4/f1_hyb_sh_dt", given="optim_1.pt"),
+               "DIR/optim_1.pt: 3 of 4 ranks are missing: 0, 2, 3\n"),
+    unsupported("a sparse tensor", files({"bad.pt": {"a": torch.eye(2).to_sparse()}}), "DIR/bad.pt", "  - a: "),
+    unsafe("a random generator", files({"bad.pt": {"a": torch.Generator()}}), "DIR/bad.pt", "torch._C.Generator"),
+    unsafe("a tensor of a class of others", files({"c.pt": {"w": Quantized(torch.zeros(4, dtype=torch.uint8))}}),
+           "\n  - " + __name__ + ".Quantized"),
     incomplete("an index of files that are not there", files({"model.safetensors.index.json": {"weight_map": {"w":
                "model-00001-of-00001.safetensors"}}}, given="model.safetensors.index.json"), omits=("each rank",
                "with all of them")),
@@ -260,6 +312,14 @@ def test_numbered_files_of_slices_are_those_of_ranks(tmp_path: Path) -> None:
     assert (opened(tmp_path).layout, opened(tmp_path).world_size) == (Layout.FLATTENED, 2)
 
 
+@pytest.mark.parametrize("name", TRUTH)
+def test_the_marks_of_fsdp1_tell_buffers_from_parameters(name: str) -> None:
+    model = opened(GOLDEN / name / "model.pt").model
+    assert model is not None
+    kinds = {key: leaf.sharded for key, leaf in model.params.items() if isinstance(leaf, Tensor)}
+    assert kinds == {key: key != "buf" for key in kinds} and "buf" in kinds
+
+
 def test_the_evidence_says_of_which_file_a_section_is(tmp_path: Path) -> None:
     dcp_of({"model": MODEL, "optimizer_0": OPTIM}, put("meta.pt", OWN))(tmp_path)
     said = {each.message for each in opened(tmp_path).evidence if each.kind == "sections"}
@@ -269,39 +329,6 @@ def test_the_evidence_says_of_which_file_a_section_is(tmp_path: Path) -> None:
 
 def kinds(checkpoint: Any) -> list[str]:
     return [note.kind for note in checkpoint.notes]
-
-
-@pytest.mark.parametrize(
-    ("names", "sets", "single"),
-    [
-        (["model_0.pt", "model_1.pt"], [("model", [0, 1])], []),
-        (["model_0.pt", "model_1.pt", "model_3.pt"], [("model", [0, 1, 3])], []),
-        (["m_0.pt", "m_1000.pt", "m_2000.pt"], [], ["m_0.pt", "m_1000.pt", "m_2000.pt"]),
-        (["m_1.pt", "m_2.pt"], [], ["m_1.pt", "m_2.pt"]),
-        (
-            ["epoch_0.pt", "epoch_1.pt", "step-0.pt", "step-1.pt"],
-            [],
-            ["epoch_0.pt", "epoch_1.pt", "step-0.pt", "step-1.pt"],
-        ),
-        (
-            ["model-00001-of-00002.bin", "model-00000-of-00002.bin"],
-            [],
-            ["model-00000-of-00002.bin", "model-00001-of-00002.bin"],
-        ),
-        (["optimizer.bin", "optimizer_1.bin"], [], ["optimizer.bin", "optimizer_1.bin"]),
-        (["optimizer_0_rank10.bin", "optimizer_0_rank9.bin"], [("optimizer_0", [9, 10])], []),
-        (["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"], [("rng_state", [0, 1])], ["scheduler.pt"]),
-        (["a_world_size_2_rank_0.pt", "a_world_size_4_rank_0.pt"], [("a", [0]), ("a", [0])], []),
-    ],
-)
-def test_names_are_grouped_by_rank(names: list[str], sets: Any, single: list[str]) -> None:
-    found, rest = group_ranks(names, "run")
-    assert [(entry.stem, sorted(entry.files)) for entry in found] == sets and rest == single
-
-
-def test_names_of_missing_ranks_keep_the_pattern() -> None:
-    (found,), _ = group_ranks(["o_0_rank0.bin", "o_0_rank3.bin"], "run")
-    assert found.missing() == ["o_0_rank1.bin", "o_0_rank2.bin"]
 
 
 def test_ranks_of_which_one_has_no_dict_at_the_top_are_a_problem(tmp_path: Path) -> None:

@@ -6,16 +6,18 @@ import io
 import json
 import pickle
 import shutil
-import tarfile
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -37,8 +39,8 @@ from fsdpckpt.readers.dcp.megatron import MegatronReader
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.megatron.net import Net
-from tests.makers import Change, Make, dcp_of, edit, files, lose, packed, put
-from tests.oracle.compare import identical, require_identical
+from tests.makers import Change, Make, dcp_of, edit, files, lose, packed, put, with_truth
+from tests.oracle.compare import identical, require_identical, require_parts
 from tests.readers.contents import opened
 from tests.refusals import Refusal, corrupt, each_of, incomplete, misused, unclear, unsupported
 
@@ -50,13 +52,7 @@ STANDARD = ("standard",)
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("megatron")
-    for archive in GOLDEN.glob("*.tar.xz"):
-        with tarfile.open(archive) as packed:
-            packed.extractall(directory, filter="data")
-    for file in directory.glob("*/truth.pt"):
-        file.rename(directory / f"{file.parent.name}.truth")
-    return directory
+    return with_truth(tmp_path_factory.mktemp("megatron"), GOLDEN.glob("*.tar.xz"))
 
 
 @pytest.fixture(scope="module")
@@ -66,31 +62,43 @@ def full(golden: Path) -> Callable[[str], Any]:
 
     def convert(name: str) -> Any:
         if name not in made:
-            fsdpckpt.convert(str(golden / name), str(golden / f"{name}.pt"), no_weight_decay=STANDARD)
-            made[name] = torch.load(golden / f"{name}.pt")
+            fsdpckpt.convert(golden / name, golden / f"{name}-full.pt", no_weight_decay=STANDARD)
+            made[name] = torch.load(golden / f"{name}-full.pt")
         return made[name]
 
     return convert
 
 
 def truth(golden: Path, name: str) -> Any:
-    return torch.load(golden / f"{name}.truth")
+    return torch.load(golden / f"{name}.pt")
 
 
 @each
 def test_every_value_is_what_the_ranks_held(name: str, golden: Path, full: Callable[[str], Any]) -> None:
     state = full(name)
     expected = truth(golden, name)["params"]
-    assert set(state["model"]) == set(state["optimizer"]["state"]) == set(expected)
+    assert set(state["model"]) == set(expected)
     for key, values in expected.items():
         assert identical(state["model"][key], values["param"]), key
         assert identical(state["model"][key].to(values["copy"].dtype), values["copy"]), key
-        states = state["optimizer"]["state"][key]
-        assert set(states) == {"exp_avg", "exp_avg_sq", "step"}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            assert identical(states[moment], values[moment]), (key, moment)
-        assert states["step"].dtype is torch.float32
-        assert states["step"].item() == 3
+    moments = {key: {name: values[name] for name in ("exp_avg", "exp_avg_sq")} for key, values in expected.items()}
+    steps = {key: {**states, "step": torch.tensor(3.0)} for key, states in moments.items()}
+    require_identical(state["optimizer"]["state"], steps)
+    decayed, others = state["optimizer"]["param_groups"]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+    assert "step" not in decayed
+    ends = ("bias", "layer_norm_weight", "final_layernorm.weight")
+    assert {param.endswith(ends) for param in others["params"]} == {True}
+    assert {param.endswith(ends) for param in decayed["params"]} == {False}
+
+
+@each
+def test_inspect_sees_shapes_without_opening_data(name: str, golden: Path) -> None:
+    lazy, located = opened(golden / name, locate=Locate.NOTHING), opened(golden / name)
+    shapes, same = ([(one.key, one.tensor.shape) for one in each.tensors()] for each in (lazy, located))
+    assert shapes == same and not is_located(lazy) and is_located(located)
+    assert lazy.flavor == "megatron"
+    assert lazy.world_size == (2 if name == "reshardable" else 4)  # one data-parallel rank gathers and writes
 
 
 def test_experts_are_where_megatron_counts_them(golden: Path, full: Callable[[str], Any]) -> None:
@@ -112,16 +120,6 @@ def test_experts_are_where_megatron_counts_them(golden: Path, full: Callable[[st
     assert [(group["is_expert_parallel"], group["wd_mult"]) for group in groups] == [(False, 1), (False, 0), (True, 1)]
     assert all(".experts.experts." in name for name in groups[2]["params"])
     assert len(groups[2]["params"]) == 2
-
-
-@each
-def test_vectors_and_biases_have_no_weight_decay(name: str, full: Callable[[str], Any]) -> None:
-    decayed, others = full(name)["optimizer"]["param_groups"]
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
-    assert "step" not in decayed
-    ends = ("bias", "layer_norm_weight", "final_layernorm.weight")
-    assert {param.endswith(ends) for param in others["params"]} == {True}
-    assert {param.endswith(ends) for param in decayed["params"]} == {False}
 
 
 def test_training_goes_on_with_the_same_losses(golden: Path, full: Callable[[str], Any]) -> None:
@@ -208,40 +206,29 @@ def test_fsdp2_loads_it_on_another_number_of_ranks(
     assert [group["weight_decay"] for group in optim["param_groups"]] == [0.5, 0.0]
 
 
-def test_extras_need_no_megatron(full: Callable[[str], Any]) -> None:
+def test_extras_need_no_megatron_and_that_masters_are_the_weights_is_said(
+    golden: Path, full: Callable[[str], Any]
+) -> None:
     state = full("reshardable")
     assert state["iteration"] == 3
     assert state["args"] == {"num_layers": 3, "params_dtype": torch.float32, "iteration": 3}
     assert state["opt_param_scheduler"] == {"max_lr": 1e-2, "num_steps": 3}
     assert len(state["rng_state/shard_0.1_1.2"][0][0]["torch_rng_state"]) == 64
     assert not [key for key in state if "_extra_state" in key]
+    for name, count in (("flattened-range", 1), ("reshardable", 0)):
+        notes = [note.message for note in opened(golden / name).notes if note.kind == "master-weights"]
+        assert len(notes) == count and all("not the bfloat16 copies" in note for note in notes)
 
 
-def test_masters_are_the_weights_and_that_is_said(golden: Path) -> None:
-    notes = [note for note in opened(golden / "flattened-range").notes if note.kind == "master-weights"]
-    assert len(notes) == 1
-    assert "not the bfloat16 copies" in notes[0].message
-    assert not [note for note in opened(golden / "reshardable").notes if note.kind == "master-weights"]
-
-
-def test_inspect_sees_shapes_without_opening_data(golden: Path) -> None:
-    for name in WHOLE:
-        lazy, located = opened(golden / name, locate=Locate.NOTHING), opened(golden / name)
-        assert [(one.key, one.tensor.shape) for one in lazy.tensors()] == [
-            (one.key, one.tensor.shape) for one in located.tensors()
-        ]
-        assert lazy.flavor == "megatron"
-        assert lazy.world_size == (2 if name == "reshardable" else 4)  # one data-parallel rank gathers and writes
-
-
-def test_weights_in_one_command(golden: Path, full: Callable[[str], Any], tmp_path: Path) -> None:
-    target = tmp_path / "model.safetensors"
-    fsdpckpt.convert(str(golden / "flattened-range"), str(target), only="model", dtype="bfloat16")
-    from safetensors.torch import load_file
-
-    weights = load_file(target)
-    for key, values in truth(golden, "flattened-range")["params"].items():
-        assert identical(weights[key], values["copy"])
+def test_weights_in_one_command(golden: Path, tmp_path: Path) -> None:
+    """Those of a checkpoint whose buffers of many parameters leave the optimizer without names, too."""
+    assert not fsdpckpt.verify(golden / "buffers").problems
+    fsdpckpt.convert(golden / "buffers", tmp_path / "buffers.safetensors", only="model")
+    target = tmp_path / "flattened-range.safetensors"
+    fsdpckpt.convert(golden / "flattened-range", target, only="model", dtype="bfloat16")
+    for name in ("buffers", "flattened-range"):
+        weights = load_file(tmp_path / f"{name}.safetensors")
+        require_parts(weights, {key: values["copy"] for key, values in truth(golden, name)["params"].items()})
 
 
 class TestGroups:
@@ -252,21 +239,10 @@ class TestGroups:
         assert "decoder.final_layernorm.weight" in decayed["params"]
 
     def test_equal_groups_are_one(self, golden: Path, tmp_path: Path) -> None:
-        source = shutil.copytree(golden / "uneven", tmp_path / "source")
-        common = torch.load(source / "common.pt", weights_only=False)
-        common["optimizer"]["param_groups"][1] = {**common["optimizer"]["param_groups"][0]}
-        torch.save(common, source / "common.pt")
-        fsdpckpt.convert(str(source), str(tmp_path / "full.pt"))
-        (group,) = torch.load(tmp_path / "full.pt")["optimizer"]["param_groups"]
-        assert len(group["params"]) == 16
-
-
-def test_buffers_of_many_parameters_are_no_problem_of_the_weights(golden: Path, tmp_path: Path) -> None:
-    assert not fsdpckpt.verify(str(golden / "buffers")).problems
-    fsdpckpt.convert(str(golden / "buffers"), str(tmp_path / "model.pt"), only="model")
-    model = torch.load(tmp_path / "model.pt")
-    for key, values in truth(golden, "buffers")["params"].items():
-        assert identical(model[key], values["copy"]), key
+        of_golden("uneven", group(1))(tmp_path)
+        fsdpckpt.convert(tmp_path / "uneven", tmp_path / "full.pt")
+        (only,) = torch.load(tmp_path / "full.pt")["optimizer"]["param_groups"]
+        assert len(only["params"]) == 16
 
 
 class TestMegatronFsdp:
@@ -332,6 +308,20 @@ class TestMegatronFsdp:
         assert opened(tmp_path / "d").flavor == "megatron"
 
 
+def of_torch_dist(content: dict[str, Any], common: Any = None) -> Make:
+    """A checkpoint in ``d``, as Megatron-core keeps one: items without nesting, and common values beside them."""
+
+    def make(directory: Path) -> Path:
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(content, storage_writer=FileSystemWriter(directory / "d"), planner=planner, no_dist=True)
+        put("d/metadata.json", {"sharded_backend": "torch_dist"})(directory)
+        if common is not None:
+            put("d/common.pt", common)(directory)
+        return directory / "d"
+
+    return make
+
+
 def is_located(checkpoint: Checkpoint) -> bool:
     """Whether the item of any weight was opened."""
     assert checkpoint.model is not None
@@ -349,14 +339,12 @@ def test_common_values_in_an_object(golden: Path, tmp_path: Path, monkeypatch: p
         "w": torch.ones(3),
         "optimizer.state.exp_avg.w": torch.zeros(3),
     }
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    save(state, storage_writer=FileSystemWriter(tmp_path), planner=planner, no_dist=True)
-    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    of_torch_dist(state)(tmp_path)
     for few in (1 << 14, 0):
         monkeypatch.setattr("fsdpckpt.readers.dcp.read._MAX_VALUES", few)
         read = mock.Mock(wraps=open_directory)
         monkeypatch.setattr("fsdpckpt.readers.dcp.read.open_directory", read)
-        checkpoint = opened(tmp_path, locate=Locate.NOTHING)
+        checkpoint = opened(tmp_path / "d", locate=Locate.NOTHING)
         assert read.call_count == 1
         assert not is_located(checkpoint)
         assert (checkpoint.extra["rng_state/shard_0_1"] is UNREAD) == (few == 0)
@@ -369,9 +357,7 @@ def test_halves_of_single_shards_are_one_tensor(tmp_path: Path) -> None:
     """With ``singleton_local_shards`` Megatron-core takes the halves apart as Megatron FSDP does."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     parts = {f"{prefix}{name}_{half}": torch.randn(4, 3) for prefix in ("", STATE) for half in "wv"}
-    save(parts, storage_writer=FileSystemWriter(tmp_path / "d"), no_dist=True)
-    (tmp_path / "d" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    torch.save({"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}}, tmp_path / "d" / "common.pt")
+    of_torch_dist(parts, {"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}})(tmp_path)
     fsdpckpt.convert(str(tmp_path / "d"), str(tmp_path / "full.pt"))
     state = torch.load(tmp_path / "full.pt")
     assert identical(state["model"][name], torch.cat([parts[f"{name}_w"], parts[f"{name}_v"]]))
@@ -390,10 +376,7 @@ def test_the_scales_of_fp8_are_extras_for_every_layer(older: bool, tmp_path: Pat
     for layer, data in enumerate(pickled):
         value = io.BytesIO(data) if older else torch.frombuffer(bytearray(data), dtype=torch.uint8)
         state[f"{name}._extra_state/shard_{layer}_2"] = [value]
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    save(state, storage_writer=FileSystemWriter(tmp_path / "d"), planner=planner, no_dist=True)
-    (tmp_path / "d" / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    torch.save({"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}}, tmp_path / "d" / "common.pt")
+    of_torch_dist(state, {"optimizer": {"param_groups": [{"lr": 0.1, "step": 7}]}})(tmp_path)
     fsdpckpt.convert(str(tmp_path / "d"), str(tmp_path / "dcp"), to="sharded", container="dcp", world_size=2)
     for path in (tmp_path / "d", tmp_path / "dcp"):
         fsdpckpt.convert(str(path), str(tmp_path / f"{path.name}.pt"))
@@ -449,29 +432,19 @@ class TestDamage:
         assert "exp_avg" in checkpoint.optim.state["output_layer.weight"]
 
     def test_a_group_of_data_parallel_ranks_without_an_optimizer_is_read(self, source: Path) -> None:
-        data = {"optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": []}
-        from_scratch = source.parent / "scratch"
-        save({**data, "w": torch.zeros(2)}, storage_writer=FileSystemWriter(from_scratch), no_dist=True)
-        shutil.copy(source / "common.pt", from_scratch)
-        shutil.copy(source / "metadata.json", from_scratch)
-        assert opened(from_scratch).model is not None
+        data = {"optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": [], "w": torch.zeros(2)}
+        common = torch.load(source / "common.pt", weights_only=False)
+        made = of_torch_dist(data, common)(source)
+        assert made is not None and opened(made).model is not None
 
 
 def edit_metadata(source: Path, change: Callable[[Any], Any]) -> None:
     """Change ``mcore_data``. Megatron's class is not installed: a class of that name stands in."""
-    import pickle
-    import sys
-    import types
-
-    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    module = ModuleType("megatron.core.dist_checkpointing.strategies.torch")
     for name in ("MCoreMetadata", "MCoreSavePlan"):
         setattr(module, name, type(name, (), {"__module__": module.__name__}))
-    names = module.__name__.split(".")
-    parents = [".".join(names[:count]) for count in range(1, len(names))]
-    with pytest.MonkeyPatch.context() as patch:
-        for parent in parents:
-            patch.setitem(sys.modules, parent, types.ModuleType(parent))
-        patch.setitem(sys.modules, module.__name__, module)
+    parents = [module.__name__.rsplit(".", count)[0] for count in range(1, 5)]
+    with mock.patch.dict(sys.modules, {**{name: ModuleType(name) for name in parents}, module.__name__: module}):
         metadata = pickle.loads((source / ".metadata").read_bytes())
         change(metadata.mcore_data)
         (source / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -30,25 +30,54 @@ def test_the_name_of_a_missing_rank_is_made_from_the_others(name: str, world: in
     assert found.missing() == [name.format(1)]
 
 
-@pytest.mark.parametrize("name", ["rank{}.pt", "optim_rank{}.pt", "rank_{}.bin"])
-def test_rank_0_is_missed_where_the_names_say_rank(name: str) -> None:
-    (found,), single = group_ranks([name.format(rank) for rank in (1, 2, 3)], "run")
-    assert (found.missing(), single) == ([name.format(0)], [])
-
-
-def test_files_of_other_worlds_and_other_parts_are_other_sets() -> None:
-    names = [f"rank{rank}-of-{world}-{part}.pt" for world in (1, 2) for rank in range(world) for part in ("a", "b")]
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        *(([name.format(rank) for rank in (1, 2, 3)], [[name.format(0)]])
+          for name in ("rank{}.pt", "optim_rank{}.pt", "rank_{}.bin")),  # rank 0 is missed where the names say rank
+        (["o_0_rank0.bin", "o_0_rank3.bin"], [["o_0_rank1.bin", "o_0_rank2.bin"]]),
+        (["model_rank0.pt", "model_rank1.pt", "model_rank2.pt", "optim_rank1.pt"],
+         [[], ["optim_rank0.pt", "optim_rank2.pt"]]),
+    ],
+)  # fmt: skip
+def test_the_ranks_that_a_set_lacks_are_named(names: list[str], missing: list[list[str]]) -> None:
     found, single = group_ranks(names, "run")
-    assert sorted((one.stem, one.world, len(one.files)) for one in found) == [
-        ("a", 1, 1), ("a", 2, 2), ("b", 1, 1), ("b", 2, 2),
-    ]  # fmt: skip
-    assert not single
+    assert ([rank_set.missing() for rank_set in found], single) == (missing, [])
 
 
-@pytest.mark.parametrize("name", ["model-{:05d}-of-00003.bin", "checkpoint-{}000.pt", "step_{}.pt", "shard-{}.pt"])
-def test_numbers_of_parts_and_of_steps_are_no_ranks(name: str) -> None:
-    names = sorted(name.format(number) for number in (1, 2, 3))
-    assert group_ranks(names, "run") == ([], names)
+OF_WORLDS = [f"rank{rank}-of-{world}-{part}.pt" for world in (1, 2) for rank in range(world) for part in ("a", "b")]
+SETS: list[tuple[list[str], list[tuple[str, int | None, list[int]]]]] = [
+    (["model_0.pt", "model_1.pt"], [("model", None, [0, 1])]),
+    (["model_0.pt", "model_1.pt", "model_3.pt"], [("model", None, [0, 1, 3])]),
+    (["optimizer_0_rank10.bin", "optimizer_0_rank9.bin"], [("optimizer_0", 11, [9, 10])]),
+    (["rng_state_0.pth", "rng_state_1.pth", "scheduler.pt"], [("rng_state", None, [0, 1])]),
+    (["a_world_size_2_rank_0.pt", "a_world_size_4_rank_0.pt"], [("a", 2, [0]), ("a", 4, [0])]),
+    (OF_WORLDS, [("a", 1, [0]), ("a", 2, [0, 1]), ("b", 1, [0]), ("b", 2, [0, 1])]),
+    # The number of one file that is beyond all ranks is none
+    (["lora_rank16.pt", "model.pt"], []),
+    (["lora_rank16.pt", "m_rank0.pt", "m_rank1.pt"], [("m", 2, [0, 1])]),
+    (["lora_rank16.pt", "m_rank3.pt", "o_rank3.pt"], [("m", 4, [3]), ("o", 4, [3])]),
+    (["frank5.pt", "frank6.pt", "model.pt"], []),
+    (["rank0.pt"], [("rank", None, [0])]),
+    # Numbers of parts and of steps are none of ranks, and may come twice
+    (["m_0.pt", "m_1000.pt", "m_2000.pt"], []),
+    (["m_1.pt", "m_2.pt"], []),
+    (["epoch_0.pt", "epoch_1.pt", "step-0.pt", "step-1.pt"], []),
+    (["model-00001-of-00002.bin", "model-00000-of-00002.bin"], []),
+    (["optimizer.bin", "optimizer_1.bin"], []),
+    (["ab-7.pt", "ab_7.pt", "ab_9.pt"], []),
+    *(
+        ([name.format(number) for number in (1, 2, 3)], [])
+        for name in ("model-{:05d}-of-00003.bin", "checkpoint-{}000.pt", "step_{}.pt", "shard-{}.pt")
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "sets"), SETS)
+def test_names_are_grouped_by_rank(names: list[str], sets: list[tuple[str, int | None, list[int]]]) -> None:
+    found, single = group_ranks(names, "run")
+    assert sorted((one.stem, one.world, sorted(one.files)) for one in found) == sets
+    assert single == sorted(set(names) - {name for one in found for name in one.files.values()})
 
 
 @pytest.mark.parametrize(
@@ -66,29 +95,3 @@ def test_files_of_two_saves_that_would_be_the_same_ranks_are_refused(one: str, o
         group_ranks([one.format(0), *both], "run")
     assert list(refused.value.details) == [" and ".join(both)]
     assert (refused.value.what, refused.value.file) == ("run: 1 rank has two files", "run")
-
-
-def test_numbers_that_are_no_ranks_may_come_twice() -> None:
-    names = ["ab-7.pt", "ab_7.pt", "ab_9.pt"]
-    assert group_ranks(names, "run") == ([], names)
-
-
-@pytest.mark.parametrize(
-    ("names", "sets"),
-    [
-        (["lora_rank16.pt", "model.pt"], []),
-        (["lora_rank16.pt", "m_rank0.pt", "m_rank1.pt"], ["m"]),
-        (["lora_rank16.pt", "m_rank3.pt", "o_rank3.pt"], ["m", "o"]),
-        (["frank5.pt", "frank6.pt", "model.pt"], []),
-        (["rank0.pt"], ["rank"]),
-    ],
-)
-def test_the_number_of_one_file_that_is_beyond_all_ranks_is_none(names: list[str], sets: list[str]) -> None:
-    found, single = group_ranks(names, "run")
-    assert [rank_set.stem for rank_set in found] == sets
-    assert single == sorted(set(names) - {name for rank_set in found for name in rank_set.files.values()})
-
-
-def test_one_file_with_the_number_of_a_rank_that_others_have_lacks_the_other_ranks() -> None:
-    found, _ = group_ranks(["model_rank0.pt", "model_rank1.pt", "model_rank2.pt", "optim_rank1.pt"], "run")
-    assert [rank_set.missing() for rank_set in found] == [[], ["optim_rank0.pt", "optim_rank2.pt"]]

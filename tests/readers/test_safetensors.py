@@ -33,44 +33,12 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def write_index(directory: Path, where: dict[str, str]) -> Path:
-    index = directory / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
-    return index
-
-
-def sharded(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    model = weights()
-    names = [f"model-0000{i + 1}-of-00003.safetensors" for i in range(3)]
-    where = {key: names[i % 3] for i, key in enumerate(model)}
-    for name in names:
-        save_file({key: model[key] for key in model if where[key] == name}, directory / name, PT)
-    return model, where
-
-
 def test_one_file_is_a_model(tmp_path: Path) -> None:
     save_file(weights(), tmp_path / "w.safetensors", PT)
     found = opened(tmp_path / "w.safetensors")
     assert (found.layout, found.container, found.world_size) == (Layout.FULL, Container.SAFETENSORS, 1)
     same_values(found, model=weights())
     assert found.problems == ()
-
-
-@pytest.mark.parametrize("index", [True, False])
-def test_shards_are_one_model_with_and_without_an_index(tmp_path: Path, index: bool) -> None:
-    model, where = sharded(tmp_path)
-    if index:
-        same_values(opened(write_index(tmp_path, where)), model=model)
-    same_values(opened(tmp_path), model=model)
-
-
-def test_a_tensor_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
-    model, where = sharded(tmp_path)
-    del where["e.weight"]
-    write_index(tmp_path, where)
-    found = opened(tmp_path)
-    same_values(found, model=model)
-    assert [note.key for note in found.notes if note.kind == "unlisted"] == ["e.weight"]
 
 
 def hf_sharded(directory: Path, world_size: int, **how: Any) -> dict[str, torch.Tensor]:
@@ -192,19 +160,6 @@ def test_a_dict_is_not_taken_for_a_call(tmp_path: Path) -> None:
     assert opened(tmp_path / "w.safetensors").extra == {"x": {"function": ["os", "system"]}}
 
 
-def three(*changes: Change, index: dict[str, str] | None = None) -> Make:
-    """Three shards, changed; ``index``: what the index says otherwise."""
-
-    def make(directory: Path) -> None:
-        _, where = sharded(directory)
-        if index is not None:
-            write_index(directory, where | index)
-        for change in changes:
-            change(directory)
-
-    return make
-
-
 def of_hugging_face(*changes: Change) -> Make:
     """What DCP's Hugging Face writer saves on 4 ranks, changed."""
 
@@ -241,8 +196,6 @@ def lacking_a_state(directory: Path) -> None:
 
 
 INDEX = "model.safetensors.index.json"
-LOST = "model-0000[13]-of-00003.safetensors"
-NAMED = "\n  - model-00001-of-00003.safetensors\n  - model-00003-of-00003.safetensors\n"
 CALLS = ({"$global": ["os", "system"]}, {"$object": {"function": ["os", "system"], "args": ["true"]}})
 TWO_TO_THE_40 = 1 << 40
 DAMAGED = (
@@ -253,14 +206,6 @@ DAMAGED = (
     '{"version":1,"raw":{"w":["uint8",[12.0]]}}', '{"version":1,"optim":{"order":[[null,[]]]}}',
 )  # fmt: skip
 REFUSALS = (
-    incomplete("shards are missing", three(lose(LOST)), NAMED),
-    incomplete("shards of an index are missing", three(lose(LOST), index={}), NAMED),
-    incomplete(
-        "an index promises what its shard has not",
-        three(index={"l.9.weight": "model-00003-of-00003.safetensors", "e.weight": "model-00002-of-00003.safetensors"}),
-        "\n  - e.weight ",
-        "\n  - l.9.weight ",
-    ),
     *(
         corrupt(f"an index that is none: {text}", files({INDEX: text}))
         for text in ("[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', "{", "")

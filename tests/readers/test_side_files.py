@@ -83,33 +83,26 @@ def test_hidden_files_are_not_copied_and_named(trainer: Path, tmp_path: Path, fl
     assert not any(name.startswith((".git", ".cache")) for name in names(tmp_path / "out"))
 
 
-@pytest.mark.parametrize(("world", "given"), [(1, [0]), (3, [0, 1, 2]), (5, [0, 1, 2, 0, 1])])
+@pytest.mark.parametrize(("ranks", "world", "given"), [
+    (3, 1, [0]), (3, 3, [0, 1, 2]), (3, 5, [0, 1, 2, 0, 1]), (1, 2, [0, 0]), (3, 0, [0, 1, 2]),
+])  # fmt: skip
 def test_rank_r_gets_the_random_states_of_rank_r_modulo_the_sources(
-    trainer: Path, tmp_path: Path, world: int, given: list[int]
+    trainer: Path, tmp_path: Path, ranks: int, world: int, given: list[int]
 ) -> None:
-    report = to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=world)
+    """Those of a run of one rank have no number; a full target keeps the states of all ranks."""
+    states = [(trainer / f"rng_state_{rank}.pth").read_bytes() for rank in range(3)]
+    if ranks == 1:
+        (trainer / "rng_state_0.pth").rename(trainer / "rng_state.pth")
+        for rank in (1, 2):
+            (trainer / f"rng_state_{rank}.pth").unlink()
+    options = {"to": Layout.SHARDED, "world_size": world} if world else {"to": Layout.FULL}
+    report = to(trainer, tmp_path / "out", flavor="trainer", **options)
     said = [note.message for note in report.notes if "reuse" in note.message]
     assert said == ["rng_state_{rank}.pth: ranks 3 and 4 reuse the files of ranks 0 and 1"] * (world > 3)
     own = sorted(name for name in names(tmp_path / "out") if name.startswith("rng_state"))
-    assert own == (["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world)])
+    assert own == (["rng_state.pth"] if world == 1 else [f"rng_state_{rank}.pth" for rank in range(world or 3)])
     for name, source in zip(own, given, strict=True):
-        assert (tmp_path / "out" / name).read_bytes() == (trainer / f"rng_state_{source}.pth").read_bytes()
-
-
-def test_the_random_states_of_a_run_of_one_rank_become_those_of_every_rank(trainer: Path, tmp_path: Path) -> None:
-    (trainer / "rng_state_0.pth").rename(trainer / "rng_state.pth")
-    for rank in (1, 2):
-        (trainer / f"rng_state_{rank}.pth").unlink()
-    to(trainer, tmp_path / "out", flavor="trainer", to=Layout.SHARDED, world_size=2)
-    assert {name for name in names(tmp_path / "out") if "rng" in name} == {"rng_state_0.pth", "rng_state_1.pth"}
-    for rank in range(2):
-        copied = tmp_path / "out" / f"rng_state_{rank}.pth"
-        assert copied.read_bytes() == (trainer / "rng_state.pth").read_bytes()
-
-
-def test_a_full_target_keeps_the_random_states_of_all_ranks(trainer: Path, tmp_path: Path) -> None:
-    to(trainer, tmp_path / "out", flavor="trainer", to=Layout.FULL)
-    assert {f"rng_state_{rank}.pth" for rank in range(3)} <= names(tmp_path / "out")
+        assert (tmp_path / "out" / name).read_bytes() == states[source]
 
 
 def test_another_producer_gets_what_hugging_face_keeps_beside_a_model(trainer: Path, tmp_path: Path) -> None:

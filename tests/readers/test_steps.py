@@ -8,28 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import fsdpckpt
 from fsdpckpt.cli.app import app
 from fsdpckpt.errors import SeveralCheckpointsError
+from tests.makers import save
 
 MODEL = {"l.weight": torch.randn(4, 3), "l.bias": torch.randn(4)}
 OPTIM = {"state": {0: {"exp_avg": torch.randn(4, 3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 BOTH = {"model": MODEL, "optimizer": OPTIM}
-
-
-def save(content: Any, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        save_file(content, path)
-    elif path.suffix:
-        torch.save(content, path)
-    else:
-        dcp.save(content, checkpoint_id=path)
-    return path
 
 
 def inspected(run: Path, *options: str) -> str:

@@ -1,4 +1,4 @@
-"""Weights that are divided among numbered torch.save files are one model, with and without an index."""
+"""Weights that are divided among numbered files are one model, with and without an index: torch.save, safetensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.files import paths_in
 from tests.makers import Change, Make, cut, files, lose, put
 from tests.oracle.compare import identical
-from tests.readers.contents import held, opened, same_values
+from tests.readers.contents import opened, same_values
 from tests.refusals import Refusal, corrupt, each_of, incomplete, several
 
-INDEX = "pytorch_model.bin.index.json"
+STEMS = {"bin": "pytorch_model", "safetensors": "model"}
+INDEX, INDEXES = "pytorch_model.bin.index.json", {kind: f"{stem}.{kind}.index.json" for kind, stem in STEMS.items()}
 MODEL = {f"layers.{number}.weight": torch.randn(7, 5) for number in range(9)} | {"norm": torch.randn(3).half()}
 OPTIM = {
     "state": {number: {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 5)} for number in range(4)},
@@ -27,33 +28,37 @@ OPTIM = {
 }
 
 
-def shards(path: Path) -> list[str]:
-    """What ``save_pretrained(safe_serialization=False)`` writes."""
+def shards(path: Path, kind: str = "bin") -> list[str]:
+    """What ``save_pretrained`` writes, with and without ``safe_serialization``."""
     path.mkdir(exist_ok=True)
-    save_torch_state_dict(MODEL, path, safe_serialization=False, max_shard_size=300)
-    return sorted(file.name for file in path.glob("*.bin"))
+    save_torch_state_dict(MODEL, path, safe_serialization=kind == "safetensors", max_shard_size=300)
+    return sorted(file.name for file in path.glob(f"*.{kind}"))
 
 
-def test_shards_with_their_index_are_one_model(tmp_path: Path) -> None:
-    names = shards(source := tmp_path / "hf")
+@pytest.mark.parametrize("kind", STEMS)
+def test_shards_with_their_index_and_without_are_one_model(kind: str, tmp_path: Path) -> None:
+    names = shards(source := tmp_path / "hf", kind)
     (source / "config.json").write_text("{}")
-    assert len(names) == 5 and (source / INDEX).exists()
-    for given in (source, source / INDEX):
+    assert len(names) == 5 and (source / INDEXES[kind]).exists()
+    for given in (source, source / INDEXES[kind]):
         found = opened(given)
-        assert found.model is not None and held(found.model.params, found.files) == held(MODEL, ())
+        same_values(found, model=MODEL)
         assert found.problems == () and found.layout == "full"
     account = opened(source).ledger.account
-    assert [account.of(name).detail for name in (*names, INDEX)] == [*["model"] * 5, "metadata"]  # type: ignore[union-attr]
+    assert [account.of(name).detail for name in (*names, INDEXES[kind])] == [*["model"] * 5, "metadata"]  # type: ignore[union-attr]
     fsdpckpt.convert(source, tmp_path / "full.pt", verify="full")
     assert identical(torch.load(tmp_path / "full.pt")["model"]["layers.8.weight"], MODEL["layers.8.weight"])
     fsdpckpt.convert(source, tmp_path / "out", flavor="huggingface")
     assert fsdpckpt.diff(source, tmp_path / "out").same and (tmp_path / "out" / "config.json").exists()
-
-
-def test_shards_without_an_index_are_one_model_too(tmp_path: Path) -> None:
-    shards(source := tmp_path / "hf")
-    (source / INDEX).unlink()
+    (source / INDEXES[kind]).unlink()
     same_values(opened(source), model=MODEL)
+
+
+def test_a_tensor_the_index_does_not_list_is_noted(tmp_path: Path) -> None:
+    of_hugging_face(index(lambda where: where.pop("norm"), "safetensors"), kind="safetensors")(tmp_path)
+    found = opened(tmp_path)
+    same_values(found, model=MODEL)
+    assert [note.key for note in found.notes if note.kind == "unlisted"] == ["norm"]
 
 
 def test_a_shard_that_the_index_does_not_list_is_named(tmp_path: Path) -> None:
@@ -103,11 +108,11 @@ def test_shards_do_not_keep_the_order_of_the_model(indexed: bool, tmp_path: Path
         assert identical(found[name]["exp_avg"], of_shape["state"][at]["exp_avg"])  # type: ignore[index]
 
 
-def of_hugging_face(*changes: Change, given: str = "") -> Make:
+def of_hugging_face(*changes: Change, given: str = "", kind: str = "bin") -> Make:
     """The shards of ``MODEL`` and their index, changed."""
 
     def make(directory: Path) -> Path:
-        shards(directory)
+        shards(directory, kind)
         for change in changes:
             change(directory)
         return directory / given
@@ -115,32 +120,47 @@ def of_hugging_face(*changes: Change, given: str = "") -> Make:
     return make
 
 
-def index(change: Callable[[dict[str, str]], object]) -> Change:
+def index(change: Callable[[dict[str, str]], object], kind: str = "bin") -> Change:
     """The index says otherwise where a tensor is."""
 
     def made(directory: Path) -> None:
-        document = json.loads((directory / INDEX).read_text())
+        document = json.loads((directory / INDEXES[kind]).read_text())
         change(document["weight_map"])
-        (directory / INDEX).write_text(json.dumps(document))
+        (directory / INDEXES[kind]).write_text(json.dumps(document))
 
     return made
+
+
+def elsewhere(kind: str) -> Callable[[dict[str, str]], object]:
+    """A tensor that there is not, and one in another shard than its own."""
+    return lambda where: where.update(gone=shard(kind, 1), norm=shard(kind, 2))
+
+
+def shard(kind: str, number: int) -> str:
+    return f"{STEMS[kind]}-{number:05d}-of-00005.{kind}"
 
 
 def of_two(*numbers: int, name: str = "m-{:05d}-of-00002.pt", key: str = "{}.weight") -> Make:
     return files({name.format(number): {key.format(number): torch.randn(3)} for number in numbers})
 
 
-SHARDS = [f"pytorch_model-{number:05d}-of-00005.bin" for number in range(1, 6)]
+SHARDS = [shard("bin", number) for number in range(1, 6)]
 REFUSALS = (
-    incomplete("a shard is missing", of_hugging_face(lose(INDEX, SHARDS[2])), "1 shard is missing",
-               f"\n  - {SHARDS[2]}\n"),
-    incomplete("a shard of the index is missing", of_hugging_face(lose(SHARDS[1])), "1 of them cannot be found",
-               f"\n  - {SHARDS[1]}\n"),
-    incomplete("a tensor is not in its shard", of_hugging_face(index(lambda where: where.update(gone=SHARDS[0]))),
-               "1 tensor that their shard does not hold"),
-    corrupt("an index that leads out", of_hugging_face(index(lambda where: where.update(norm="../x.bin"))),
-            "outside its directory"),
-    corrupt("half an index", of_hugging_face(cut(INDEX, by=100)), "not an index"),
+    *(
+        refusal
+        for kind, file in INDEXES.items()
+        for refusal in (
+            incomplete(f"shards of {kind} are missing", of_hugging_face(lose(file, shard(kind, 1), shard(kind, 3)),
+                       kind=kind), f"\n  - {shard(kind, 1)}\n  - {shard(kind, 3)}\n"),
+            incomplete(f"a shard of the index is missing ({kind})", of_hugging_face(lose(shard(kind, 2)), kind=kind),
+                       "1 of them cannot be found", f"\n  - {shard(kind, 2)}\n"),
+            incomplete(f"tensors are not in their shards ({kind})", of_hugging_face(index(elsewhere(kind), kind),
+                       kind=kind), "2 tensors that their shard does not hold", "\n  - gone ", "\n  - norm "),
+            corrupt(f"an index of {kind} that leads out", of_hugging_face(index(lambda where: where.update(
+                    norm="../x"), kind), kind=kind), "outside its directory"),
+            corrupt(f"half an index of {kind}", of_hugging_face(cut(file, by=100), kind=kind), "not an index"),
+        )
+    ),
     incomplete("one shard alone", of_hugging_face(given=SHARDS[1]), "is shard 2 of 5"),
     incomplete("the other shards are left out", of_hugging_face(), "4 shards are missing", omits=("--only model",),
                ignore_file=[*SHARDS[1:], INDEX]),
