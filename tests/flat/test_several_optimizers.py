@@ -1,52 +1,34 @@
-"""Flat parameters with several optimizers: units are those of the model, and each optimizer holds some of them."""
+"""Several optimizers of one model in flat parameters: units are those of the model, each optimizer holds some of them.
+
+What each holds is found by the lengths of its slices, or said by ``save_units`` of all optimizers by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
 from fsdpckpt.flat.division import Divided, UndividedError, divide
+from fsdpckpt.flat.live.save import units_of, with_orders
+from fsdpckpt.ir.units_json import decode, encode
+from tests.flat.jobs import ALIKE, ODD, RANKS, Named, Optimizers, by_module, matrices_and_rest, save
+from tests.ir.relisted import relisted
 from tests.oracle.compare import require_identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-RANKS = 3
-Optimizers = dict[str, torch.optim.Optimizer]
-Named = dict[str, nn.Parameter]
-
-
-class Block(nn.Module):
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(columns, rows)
-        self.norm = nn.LayerNorm(rows)
-
-
-class Net(nn.Module):
-    def __init__(self, shapes: Iterable[tuple[int, int]]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(*shape) for shape in shapes)
-        self.head = nn.Linear(3, 2)
-
-
-def matrices_and_rest(params: Named) -> Optimizers:
-    matrices = [param for name, param in params.items() if "lin.weight" in name]
-    rest = [param for name, param in params.items() if "lin.weight" not in name]
-    return {"muon": torch.optim.SGD(matrices, lr=0.02, momentum=0.9), "adam": torch.optim.AdamW(rest, lr=0.003)}
+OPEN = "which parameters each optimizer"
+States = dict[str, dict[str, Any]]
 
 
 def without_decay(params: Named) -> Optimizers:
@@ -59,12 +41,6 @@ def without_decay(params: Named) -> Optimizers:
     return {**optimizers, "adam": torch.optim.AdamW(groups, lr=0.003)}
 
 
-def by_module(params: Named) -> Optimizers:
-    """The second one lists the root's last, which the model has first."""
-    first, second, root = (params[key] for key in ("blocks.0._flat_param", "blocks.1._flat_param", "_flat_param"))
-    return {"first": torch.optim.Adam([first], lr=0.01), "second": torch.optim.Adam([second, root], lr=0.002)}
-
-
 def twins(params: Named) -> Optimizers:
     return {
         "first": torch.optim.Adam([params["blocks.0._flat_param"]]),
@@ -72,99 +48,49 @@ def twins(params: Named) -> Optimizers:
     }
 
 
-def apart(name: str, value: torch.Tensor, parts: list[torch.Tensor], flat: Any) -> dict[str, torch.Tensor]:
-    """The states of the parameters in ``parts``, one on each rank, cut as torch's own metadata says."""
-    prefix = name.removesuffix("_flat_param")
-    fqns = [name] if flat is None else [f"{prefix}{fqn}" for fqn in flat._fqns]
-    if value.ndim == 0:
-        return dict.fromkeys(fqns, value)
-    whole = torch.cat(parts)
-    if flat is None:
-        return {name: whole}
-    pieces = whole[: sum(flat._numels)].split(list(flat._numels))
-    return {fqn: piece.view(shape) for fqn, piece, shape in zip(fqns, pieces, flat._shapes, strict=True)}
-
-
-def sharded(shards: list[Shard], total: int, **_: Any) -> ShardedTensor:
-    """What ``init_from_local_shards`` makes, without asking the other ranks."""
-    length = -(-total // RANKS)
-    metadata = [
-        ShardMetadata([begin], [min(length, total - begin)], f"rank:{rank}/cpu")
-        for rank, begin in enumerate(range(0, total, length))
+def crossed(params: Named) -> Optimizers:
+    """Each has the matrix of one block and the vectors of the other, in groups and in no order of the model."""
+    matrices = [param for name, param in params.items() if name.endswith("lin.weight")]
+    vectors = [
+        [param for name, param in params.items() if f"blocks.{at}." in name and not name.endswith("lin.weight")][::-1]
+        for at in range(2)
     ]
-    needs_grad = any(shard.tensor.requires_grad for shard in shards)
-    properties = TensorProperties(dtype=torch.float32, requires_grad=needs_grad)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, ShardedTensorMetadata(metadata, torch.Size([total]), properties)
-    )
+    others = [param for name, param in params.items() if "blocks" not in name]
+    one = [{"params": vectors[1]}, {"params": [*others, matrices[0]], "weight_decay": 0.1}]
+    return {
+        "muon": torch.optim.Adam(one, lr=0.02),
+        "adam": torch.optim.AdamW([{"params": vectors[0]}, {"params": [matrices[1]]}], lr=0.003),
+    }
 
 
-def save(
-    folder: Path,
-    shapes: Iterable[tuple[int, int]],
-    optimizers_of: Callable[[Named], Optimizers],
-    *,
-    use_orig_params: bool,
-    frozen: tuple[str, ...] = (),
-) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
-    """Save rank files of a real FSDP1 job, and its units. Returns all states: optimizer, parameter, state."""
-    folder.mkdir()
-    held: list[dict[tuple[str, str, str], torch.Tensor]] = []
-    flats: dict[str, Any] = {}
-    for rank in range(RANKS):
-        with as_rank(rank, RANKS):
-            torch.manual_seed(5)
-            model = Net(shapes)
-            sizes = {name: param.shape for name, param in model.named_parameters()}
-            for name, param in model.named_parameters():
-                param.requires_grad_(name not in frozen)
-            wrapped = FullyShardedDataParallel(
-                model,
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
-                use_orig_params=use_orig_params,
-                device_id=torch.device("cpu"),
-            )
-            params = {name.replace("_fsdp_wrapped_module.", ""): each for name, each in wrapped.named_parameters()}
-            optimizers = optimizers_of({name: each for name, each in params.items() if each.requires_grad})
-            torch.manual_seed(100 + rank)
-            for optimizer in optimizers.values():
-                for group in optimizer.param_groups:
-                    for param in group["params"]:
-                        param.grad = torch.randn_like(param) if param.numel() else None
-                        if not use_orig_params and param.grad is not None:  # padding has no gradient
-                            param.grad[max(0, sum(param._numels) - rank * param.numel()) :] = 0
-                optimizer.step()
-            held.append({
-                (key, name, state): value
-                for key, optimizer in optimizers.items()
-                for name, param in params.items()
-                for state, value in optimizer.state.get(param, {}).items()
-            })  # fmt: skip
-            if not use_orig_params:
-                flats |= params
-            with (
-                mock.patch("torch.distributed.fsdp._state_dict_utils.init_from_local_shards", sharded),
-                FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT),
-            ):
-                saved = {"model": wrapped.state_dict()}
-            content = {**saved, "optimizers": {key: each.state_dict() for key, each in optimizers.items()}}
-            torch.save(content, folder / f"state_world_size_{RANKS}_rank_{rank}.pt")
-            if rank == 0:
-                fsdpckpt.save_units(wrapped, None, str(folder / "units.json"))
-                fsdpckpt.save_units(wrapped, optimizers, str(folder.parent / "all.json"))
-                for key, optimizer in optimizers.items():
-                    fsdpckpt.save_units(wrapped, optimizer, str(folder.parent / f"{key}.json"))
-    states: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-    for key, name, state in dict.fromkeys(each for of_rank in held for each in of_rank):
-        parts = [of_rank[key, name, state] for of_rank in held if (key, name, state) in of_rank]
-        for fqn, value in apart(name, parts[0], parts, flats.get(name)).items():
-            shaped = value if value.ndim == 0 else value.view(sizes[fqn])
-            states.setdefault(key, {}).setdefault(fqn, {})[state] = shaped
-    return states
+def each_one(params: Named) -> Optimizers:
+    """As many parameters, of the same lengths."""
+    return {f"of_{at}": torch.optim.Adam([params[f"blocks.{at}._flat_param"]]) for at in (1, 0)}
 
 
-ODD = [(7, 5), (3, 7)]
-JOBS: dict[str, dict[str, Any]] = {
+def require_states(path: Path, expected: States) -> None:
+    found = torch.load(path)["optimizers"]
+    for key, states in expected.items():
+        require_identical(found[key]["state"], states)
+
+
+def ways_of_giving(units: Path, source: Path) -> Iterator[dict[str, Any]]:
+    """``--units``, and then a file beside ``source`` in place of the one there."""
+    yield {"units": units}
+    (source / "units.json").write_bytes(units.read_bytes())
+    yield {}
+
+
+def with_names(units: Path, new: dict[str, str]) -> Path:
+    """A units file whose optimizers have other names."""
+    document = json.loads(units.read_text())
+    for optimizer in document["optimizers"]:
+        optimizer["name"] = new[optimizer["name"]]
+    (units.parent / "renamed.json").write_text(json.dumps(document))
+    return units.parent / "renamed.json"
+
+
+TOLD_APART: dict[str, dict[str, Any]] = {
     "matrices and rest": {"optimizers_of": matrices_and_rest, "use_orig_params": True},
     "frozen": {
         "optimizers_of": matrices_and_rest,
@@ -175,14 +101,12 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_each_optimizer_gets_the_states_of_its_own_parameters(job: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", TOLD_APART)
+def test_the_lengths_of_slices_say_what_each_optimizer_holds(job: str, tmp_path: Path) -> None:
     source, full = tmp_path / "ranks", tmp_path / "full.pt"
-    expected = save(source, ODD, **JOBS[job])
+    expected = save(source, ODD, **TOLD_APART[job])
     report = fsdpckpt.convert(source, full, key_type="name")
-    found = torch.load(full)["optimizers"]
-    for key, states in expected.items():
-        require_identical(found[key]["state"], states)
+    require_states(full, expected)
     assert any("found by the lengths of its slices" in note.message for note in report.notes)
     assert fsdpckpt.verify(source).whole
     assert fsdpckpt.diff(source, full).same
@@ -192,6 +116,11 @@ def test_each_optimizer_gets_the_states_of_its_own_parameters(job: str, tmp_path
     require_identical(torch.load(tmp_path / "one.pt")["state"], expected[last])
     fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", world_size=2)
     assert fsdpckpt.diff(tmp_path / "dcp", full).same
+    # Groups that are those of another optimizer are none of it.
+    swapped = with_names(tmp_path / "all.json", dict(zip(expected, list(expected)[::-1], strict=True)))
+    for given in ways_of_giving(swapped, source):
+        with pytest.raises(SourceCorruptError, match="are not those of"):
+            fsdpckpt.convert(source, tmp_path / "x.pt", **given)
 
 
 def test_names_and_wrapping_are_taken_from_a_reference_too(tmp_path: Path) -> None:
@@ -200,23 +129,63 @@ def test_names_and_wrapping_are_taken_from_a_reference_too(tmp_path: Path) -> No
     fsdpckpt.convert(source, tmp_path / "full.pt", key_type="name")
     (source / "units.json").unlink()
     fsdpckpt.convert(source, tmp_path / "again.pt", reference=str(tmp_path / "full.pt"), key_type="name")
-    for key, states in expected.items():
-        require_identical(torch.load(tmp_path / "again.pt")["optimizers"][key]["state"], states)
+    require_states(tmp_path / "again.pt", expected)
 
 
-def test_between_parameters_that_look_alike_nothing_is_chosen(tmp_path: Path) -> None:
-    source = tmp_path / "ranks"
-    expected = save(source, [(7, 5), (7, 5)], twins, use_orig_params=False)
-    for target in ({}, {"only": "optim:second"}):
-        with pytest.raises(NeedsInformationError, match="which parameters each optimizer") as error:
-            fsdpckpt.convert(source, tmp_path / "full.pt", **target)  # type: ignore[arg-type]
+LOOK_ALIKE: dict[str, dict[str, Any]] = {
+    "original parameters": {"optimizers_of": crossed, "use_orig_params": True},
+    "flat parameters": {"optimizers_of": twins, "use_orig_params": False},
+}
+
+
+@pytest.mark.parametrize("job", LOOK_ALIKE)
+def test_between_parameters_that_look_alike_nothing_is_chosen_and_units_say_it(job: str, tmp_path: Path) -> None:
+    source, full, units = tmp_path / "ranks", tmp_path / "full.pt", tmp_path / "all.json"
+    expected = save(source, ALIKE, **LOOK_ALIKE[job])
+    other_names = with_names(units, {key: f"other {key}" for key in expected})
+    for options in ({}, {"only": f"optim:{list(expected)[-1]}"}, {"units": other_names}):
+        with pytest.raises(NeedsInformationError, match=OPEN) as error:
+            fsdpckpt.convert(source, full, **options)  # type: ignore[arg-type]
         assert "save_units(model, optimizer)" in str(error.value)
-    # Units with the order of one optimizer say what is left for the other one.
+    for key in expected if job == "flat parameters" else ():  # the order of one says what is left for the other one
+        fsdpckpt.convert(source, tmp_path / f"{key}.pt", units=tmp_path / f"{key}.json", key_type="name")
+        require_states(tmp_path / f"{key}.pt", expected)
+    for number, given in enumerate(ways_of_giving(units, source)):
+        made = tmp_path / f"full-{number}.pt"
+        fsdpckpt.convert(source, made, key_type="name", **given)
+        require_states(made, expected)
+        for key, states in expected.items():
+            alone = tmp_path / f"{key}-{number}.pt"
+            fsdpckpt.convert(source, alone, only=f"optim:{key}", key_type="name", **given)
+            require_identical(torch.load(alone)["state"], states)
+        assert fsdpckpt.verify(source, **given).whole
+        assert fsdpckpt.diff(source, made, **given).same
+    # Back to what the real job saved, with ids in the order of each optimizer.
+    target = tmp_path / "flat"
+    fsdpckpt.convert(made, target, to="flattened", world_size=RANKS, units=units, key_type="id", flavor="plain")
+    for rank in range(RANKS):
+        file = f"state_world_size_{RANKS}_rank_{rank}.pt"
+        with as_rank(rank, RANKS):
+            saved = torch.load(source / file, weights_only=False)["optimizers"]
+        require_identical(torch.load(target / f"extra_{file}", weights_only=True)["optimizers"], saved)
+    fsdpckpt.convert(target, tmp_path / "again.pt", key_type="name")
+    require_states(tmp_path / "again.pt", expected)
+
+
+def test_optimizers_that_are_alike_in_everything_are_told_apart_by_their_names_alone(tmp_path: Path) -> None:
+    source = tmp_path / "ranks"
+    expected = save(source, ALIKE, each_one, use_orig_params=False)
     for key in expected:
-        units = str(tmp_path / f"{key}.json")
-        fsdpckpt.convert(source, tmp_path / f"{key}.pt", units=units, key_type="name")
-        for other, states in expected.items():
-            require_identical(torch.load(tmp_path / f"{key}.pt")["optimizers"][other]["state"], states)
+        with pytest.raises(NeedsInformationError, match="several divisions fit"):
+            fsdpckpt.convert(source, tmp_path / "x.pt", units=tmp_path / "of_0.json", only=f"optim:{key}")
+    options: dict[str, Any] = {"key_type": "name", "exclude": "head.*", "rename": {"blocks": "layers"}}
+    for number, given in enumerate(ways_of_giving(tmp_path / "all.json", source)):
+        fsdpckpt.convert(source, tmp_path / f"{number}.pt", **options, **given)
+        new = {
+            key: {name.replace("blocks", "layers"): of_name for name, of_name in states.items()}
+            for key, states in expected.items()
+        }
+        require_states(tmp_path / f"{number}.pt", new)
 
 
 def test_units_with_the_groups_of_one_optimizer_divide_the_rest(tmp_path: Path) -> None:
@@ -225,31 +194,14 @@ def test_units_with_the_groups_of_one_optimizer_divide_the_rest(tmp_path: Path) 
     with pytest.raises(NeedsInformationError, match="no division in the order of the model fits"):
         fsdpckpt.convert(source, tmp_path / "full.pt")
     fsdpckpt.convert(source, tmp_path / "full.pt", units=str(tmp_path / "adam.json"), key_type="name")
-    found = torch.load(tmp_path / "full.pt")["optimizers"]
-    for key, states in expected.items():
-        require_identical(found[key]["state"], states)
-    assert [len(group["params"]) for group in found["adam"]["param_groups"]] == [6, 2]
-
-
-def test_units_that_fit_two_optimizers_name_neither(tmp_path: Path) -> None:
-    source = tmp_path / "ranks"
-
-    def each_one(params: Named) -> Optimizers:
-        return {f"of_{at}": torch.optim.Adam([params[f"blocks.{at}._flat_param"]]) for at in range(2)}
-
-    save(source, [(7, 5), (7, 5)], each_one, use_orig_params=False)
-    for key in ("of_0", "of_1"):
-        with pytest.raises(NeedsInformationError, match="several divisions fit"):
-            fsdpckpt.convert(source, tmp_path / "full.pt", units=str(tmp_path / "of_0.json"), only=f"optim:{key}")
+    require_states(tmp_path / "full.pt", expected)
+    groups = torch.load(tmp_path / "full.pt")["optimizers"]["adam"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [6, 2]
 
 
 def test_an_optimizer_of_another_model_takes_no_part(tmp_path: Path) -> None:
     source = tmp_path / "ranks"
-
-    def one(params: Named) -> Optimizers:
-        return {"generator": torch.optim.Adam(params.values())}
-
-    expected = save(source, ODD, one, use_orig_params=True)
+    expected = save(source, ODD, lambda params: {"generator": torch.optim.Adam(params.values())}, use_orig_params=True)
     for rank in range(RANKS):
         path = source / f"state_world_size_{RANKS}_rank_{rank}.pt"
         with as_rank(rank, RANKS):
@@ -261,6 +213,65 @@ def test_an_optimizer_of_another_model_takes_no_part(tmp_path: Path) -> None:
     require_identical(torch.load(tmp_path / "one.pt")["state"], expected["generator"])
     with pytest.raises(NeedsInformationError, match="the optimizers list 11 parameters, the units have 10"):
         fsdpckpt.convert(source, tmp_path / "all.pt")
+
+
+def plain_job() -> tuple[nn.Module, Optimizers]:
+    torch.manual_seed(2)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    one = [{"params": [model[2].weight, model[0].weight]}, {"params": [model[1].bias]}]
+    other = [model[1].weight, model[2].bias, model[0].bias]
+    return model, {"muon": torch.optim.Adam(one, lr=0.1), "adam": torch.optim.Adam(other, lr=0.2)}
+
+
+def test_a_model_without_fsdp1_too(tmp_path: Path) -> None:
+    model, optimizers = plain_job()
+    for optimizer in optimizers.values():
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    content = {key: optimizer.state_dict() for key, optimizer in optimizers.items()}
+    torch.save({"model": model.state_dict(), "optimizers": content}, tmp_path / "job.pt")
+    fsdpckpt.save_units(model, optimizers, tmp_path / "units.json")
+    fsdpckpt.convert(tmp_path / "job.pt", tmp_path / "named.pt", units=tmp_path / "units.json", key_type="name")
+    found = torch.load(tmp_path / "named.pt")["optimizers"]
+    names = {param: name for name, param in model.named_parameters()}
+    for key, optimizer in optimizers.items():
+        require_identical(found[key]["state"], {names[param]: states for param, states in optimizer.state.items()})
+        listed = [[names[param] for param in group["params"]] for group in optimizer.param_groups]
+        assert [group["params"] for group in found[key]["param_groups"]] == listed
+
+
+def test_the_file_has_the_groups_of_each_and_one_alone_is_the_only_one() -> None:
+    model, optimizers = plain_job()
+    units = units_of(model, optimizers)
+    document = json.loads(json.dumps(encode(units)))
+    assert document["version"] == 3
+    assert decode(document, source="it") == units
+    assert dict(units.optimizers)["muon"] == (("2.weight", "0.weight"), ("1.bias",))
+    one = units_of(model, {"muon": optimizers["muon"]})
+    assert one == units_of(model, optimizers["muon"]) and encode(one)["version"] == 1
+    document["optimizers"][1]["groups"][0][0] = "9.weight"
+    document["optimizers"][0]["name"] = "adam"
+    with pytest.raises(SourceCorruptError) as caught:
+        decode(document, source="it")
+    assert sorted(caught.value.details) == [
+        "optimizers.adam: 9.weight is not a parameter of these units",
+        "optimizers: adam is listed 2 times",
+    ]
+
+
+def test_optimizers_of_another_model_or_order_and_none_at_all_are_refused(tmp_path: Path) -> None:
+    (model, optimizers), (_, others) = plain_job(), plain_job()
+    with pytest.raises(UsageError, match="adam: group 0 of the optimizer: 3 parameters are not in this model"):
+        fsdpckpt.save_units(model, {"muon": optimizers["muon"], "adam": others["adam"]}, tmp_path / "units.json")
+    with pytest.raises(UsageError, match="the mapping of optimizers is empty"):
+        fsdpckpt.save_units(model, {}, tmp_path / "units.json")
+    assert not (tmp_path / "units.json").exists()
+    usual = replace(units_of(model, optimizers), world_size=2)
+    moved = tuple((name, groups[::-1]) for name, groups in usual.optimizers)
+    assert with_orders({None: usual}) == usual
+    with pytest.raises(SourceUnsupportedError, match="list their parameters in different orders"):
+        with_orders({None: usual, 1: relisted(usual, optimizers=moved)})
 
 
 def parameters(*lengths: int) -> dict[str, tuple[int, ...]]:

@@ -3,164 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceUnsupportedError, UsageError
 from fsdpckpt.options.commands import UnitsOptions
 from fsdpckpt.queries.units import find_units
-from tests.flat.test_several_optimizers import ODD, Block, Named, Net, Optimizers, apart, by_module, matrices_and_rest
+from tests.flat.jobs import (
+    ODD,
+    RANKS,
+    Job,
+    Keys,
+    Named,
+    Net,
+    Values,
+    by_module,
+    matrices_and_rest,
+    put,
+    train,
+    under,
+    written,
+)
 from tests.oracle.compare import identical, require_identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-RANKS = 3
-INIT_SHARDED = "torch.distributed.fsdp._state_dict_utils.init_from_local_shards"
-Path_ = tuple[str, ...]
-Values = dict[tuple[Path_, str, str], torch.Tensor]
-"""By the keys of a section, the name of a parameter and that of a state, "" for the parameter itself."""
 
-
-@dataclass(frozen=True)
-class Job:
-    """``models``: the layers of each, by its keys. ``optimizers``: of each model, with their keys."""
-
-    models: Mapping[Path_, Sequence[tuple[int, int]]]
-    optimizers: Mapping[Path_, Callable[[Named], dict[Path_, torch.optim.Optimizer]]]
-    use_orig_params: bool
-
-    def values(self, rank: int, ranks: int, load: Path | None, save: Path | None) -> Iterator[tuple[Values, Any]]:
-        """What a rank of a real job holds of each model and its optimizers, after it has loaded or trained them."""
-        content: dict[str, Any] = {}
-        with as_rank(rank, ranks):
-            for path, layers in self.models.items():
-                torch.manual_seed(5)
-                wrapped = FullyShardedDataParallel(
-                    Net(layers),
-                    auto_wrap_policy=ModuleWrapPolicy({Block}),
-                    use_orig_params=self.use_orig_params,
-                    device_id=torch.device("cpu"),
-                )
-                named = {name.replace("_fsdp_wrapped_module.", ""): each for name, each in wrapped.named_parameters()}
-                optimizers = self.optimizers[path](named)
-                torch.manual_seed(100 * ranks + rank)
-                for optimizer in optimizers.values():
-                    train(optimizer, rank, padded=not self.use_orig_params)
-                local = FullyShardedDataParallel.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT)
-                with mock.patch(INIT_SHARDED, sharded_of(ranks)), local:
-                    if load is not None:
-                        keys = wrapped.load_state_dict(
-                            written(load, rank, ranks, path), strict=not self.use_orig_params
-                        )
-                        assert not keys.missing_keys
-                        assert all(key.endswith("_flat_param") for key in keys.unexpected_keys)
-                    for key, optimizer in optimizers.items() if load is not None else ():
-                        optimizer.load_state_dict(written(load, rank, ranks, key))
-                    put(content, path, wrapped.state_dict())
-                for key, optimizer in optimizers.items():
-                    put(content, key, optimizer.state_dict())
-                values = {(path, name, ""): each.detach().clone() for name, each in named.items()}
-                values |= {
-                    (key, name, state): value
-                    for key, optimizer in optimizers.items()
-                    for name, each in named.items()
-                    for state, value in optimizer.state.get(each, {}).items()
-                }
-                yield values, {} if self.use_orig_params else named
-            if save is not None:
-                torch.save(content, save / f"state_world_size_{ranks}_rank_{rank}.pt")
-
-    def run(self, ranks: int, load: Path | None = None, save: Path | None = None) -> Values:
-        """The whole values of a job of ``ranks``, put together as torch's own metadata says."""
-        held: list[Values] = []
-        flats: dict[tuple[Path_, str], Any] = {}
-        for rank in range(ranks):
-            held.append({})
-            for values, flat in self.values(rank, ranks, load, save):
-                held[rank] |= values
-                sections = {path for path, _, _ in values}
-                flats |= {(path, name): each for path in sections for name, each in flat.items()}
-        whole: Values = {}
-        for path, name, state in dict.fromkeys(key for of_rank in held for key in of_rank):
-            parts = [of_rank[path, name, state] for of_rank in held if (path, name, state) in of_rank]
-            for fqn, value in apart(name, parts[0], parts, flats.get((path, name))).items():
-                whole[path, fqn, state] = value.reshape(-1)
-        return whole
-
-
-def train(optimizer: torch.optim.Optimizer, rank: int, *, padded: bool) -> None:
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        param.grad = torch.randn_like(param) if param.numel() else None
-        if padded and param.grad is not None:  # padding has no gradient
-            param.grad[max(0, sum(param._numels) - rank * param.numel()) :] = 0
-    optimizer.step()
-
-
-def sharded_of(ranks: int) -> Callable[..., ShardedTensor]:
-    """What ``init_from_local_shards`` makes, without asking the other ranks."""
-
-    def sharded(shards: list[Shard], total: int, **_: Any) -> ShardedTensor:
-        length = -(-total // ranks)
-        begins = range(0, total, length)
-        metadata = [
-            ShardMetadata([begin], [min(length, total - begin)], f"rank:{rank}/cpu")
-            for rank, begin in enumerate(begins)
-        ]
-        properties = TensorProperties(
-            dtype=torch.float32, requires_grad=any(shard.tensor.requires_grad for shard in shards)
-        )
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, ShardedTensorMetadata(metadata, torch.Size([total]), properties)
-        )
-
-    return sharded
-
-
-def put(content: dict[str, Any], path: Path_, value: Any) -> None:
-    for key in path[:-1]:
-        content = content.setdefault(key, {})
-    content[path[-1]] = value
-
-
-def written(folder: Path, rank: int, ranks: int, path: Path_) -> Any:
-    """The section at ``path`` in the plain files of ``rank``."""
-    if not dist.is_initialized():
-        with as_rank(rank, ranks):
-            return written(folder, rank, ranks, path)
-    name = f"{{}}_world_size_{ranks}_rank_{rank}.pt"
-    if path == ("model",):
-        return torch.load(folder / name.format("model"), weights_only=False)
-    if path == ("optimizer",) and (folder / name.format("optim")).exists():
-        return torch.load(folder / name.format("optim"), weights_only=False)
-    value = torch.load(folder / name.format("extra_state"), weights_only=False)
-    for key in path:
-        value = value[key]
-    return value
-
-
-def under(*keys: str) -> Callable[[Callable[[Named], Optimizers]], Callable[[Named], dict[Path_, Any]]]:
-    def of(optimizers: Callable[[Named], Optimizers]) -> Callable[[Named], dict[Path_, Any]]:
-        return lambda named: {(*keys, key): each for key, each in optimizers(named).items()}
-
-    return of
-
-
-def one_of(key: str) -> Callable[[Named], dict[Path_, torch.optim.Optimizer]]:
+def one_of(key: str) -> Callable[[Named], dict[Keys, torch.optim.Optimizer]]:
     return lambda named: {(key,): torch.optim.AdamW(named.values(), lr=0.01)}
 
 
