@@ -21,8 +21,6 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.values import Key, Value
 from tests.flat.flat_checkpoints import FLOAT, Played, unit, units_of
-from tests.ir.optimizers import with_setting
-from tests.ir.relisted import relisted
 from tests.materialise import gather
 
 ROOT = {"e.weight": (17, 9), "h.weight": (17, 9), "h.bias": (17,)}
@@ -70,27 +68,40 @@ def require_states(checkpoint: Checkpoint, played: Played, truth: dict[str, dict
             assert gather(tensor, files).tobytes() == expected.tobytes(), (param, name)
 
 
-def contradictions(checkpoint: Checkpoint, units: Units) -> str:
-    found = match(checkpoint, units)
-    assert isinstance(found, Mismatch)
-    return "\n".join(found.contradictions)
+def in_strategy(units: Units, strategy: Strategy, **more: object) -> Units:
+    blocks = [replace(one, strategy=strategy) for one in units.units]
+    return units_of(*blocks, use_orig_params=units.use_orig_params, **more)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16, 300])
-def test_the_states_of_every_parameter_are_found_in_the_slices(world_size: int, use_orig_params: bool) -> None:
-    units = toy(use_orig_params=use_orig_params)
+CONV = Parameter("conv.weight", (5, 3, 4, 2), FLOAT, stride=(24, 1, 6, 3))
+FLAT, ORIG = toy(use_orig_params=False), toy(use_orig_params=True)
+JOBS = {
+    **{f"{ranks} ranks, {units.use_orig_params}": (units, ranks)
+       for ranks in (2, 3, 4, 7, 16, 300) for units in (FLAT, ORIG)},
+    "hybrid": (in_strategy(FLAT, Strategy.HYBRID_SHARD, shard_size=2), 6),
+    "hybrid, original parameters": (in_strategy(ORIG, Strategy.HYBRID_SHARD, shard_size=2), 6),
+    "not sharded": (in_strategy(FLAT, Strategy.NO_SHARD), 3),
+    "a parameter in memory order": (units_of(
+        replace(unit("", {"bias": (7,)}), params=(Parameter("bias", (7,), FLOAT), CONV)), use_orig_params=True), 4),
+    "aligned for mixed precision": (units_of(
+        *(replace(one, param_dtype=DTYPES["bfloat16"]) for one in ORIG.units), use_orig_params=True), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_states_of_every_parameter_are_found_in_the_slices(job: str) -> None:
+    units, world_size = JOBS[job]
     played, checkpoint, truth = raw(units, world_size)
     found = named(checkpoint, units)
     require_states(found, played, truth)
-    assert found.optim is not None
+    assert found.optim is not None and checkpoint.optim is not None
     assert found.optim.param_groups == [{"lr": 0.1, "params": list(units.parameters)}]
     assert found.optim.key_type == "name"
-    entries = len(checkpoint.optim.state)  # type: ignore[union-attr]
-    assert [note.message for note in found.notes] == [f"optimizer: states of 11 parameters, from {entries} keys"]
+    count, entries = len(units.parameters), len(checkpoint.optim.state)
+    assert [note.message for note in found.notes] == [f"optimizer: states of {count} parameters, from {entries} keys"]
     steps = [states["step"] for states in found.optim.state.values()]
     assert {states["kind"] for states in found.optim.state.values()} == {"dense"}
-    assert len(set(map(id, steps))) == 11, "one tensor of many parameters counts as tied"
+    assert len(set(map(id, steps))) == count, "one tensor of many parameters counts as tied"
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -119,23 +130,10 @@ def test_the_model_is_found_in_its_flat_parameters_and_buffers_stay_whole(use_or
     assert found.model.params["tied.weight"] is found.model.params["e.weight"]
     buffer = found.model.params["buf"]
     assert isinstance(buffer, Tensor) and buffer.sharded is False and buffer.shape == (3,)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_hybrid_shards_repeat_in_every_group_of_ranks(use_orig_params: bool) -> None:
-    blocks = [replace(one, strategy=Strategy.HYBRID_SHARD) for one in toy(use_orig_params=use_orig_params).units]
-    units = units_of(*blocks, use_orig_params=use_orig_params, shard_size=2)
-    played, checkpoint, truth = raw(units, 6)
-    require_states(named(checkpoint, units), played, truth)
-    assert "divide" in contradictions(checkpoint, replace(units, shard_size=4))
-    assert "elements" in contradictions(checkpoint, replace(units, shard_size=3))
-
-
-def test_no_shard_keeps_the_whole_flat_parameter_on_every_rank() -> None:
-    blocks = [replace(one, strategy=Strategy.NO_SHARD) for one in toy(use_orig_params=False).units]
-    units = units_of(*blocks, use_orig_params=False)
-    played, checkpoint, truth = raw(units, 3)
-    require_states(named(checkpoint, units), played, truth)
+    inner_first = ModelState(dict(reversed(checkpoint.model.params.items())))
+    found = named(replace(checkpoint, model=inner_first, optim=None), units)
+    assert found.model is not None
+    assert [name for name in found.model.params if name in units.parameters] == list(units.parameters)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -166,51 +164,9 @@ def test_a_unit_that_fsdp_does_not_shard_is_whole_beside_the_flat_parameters_of_
         note.message.removeprefix("model: ") for note in whole.notes
     }
     del params["l.0.a.weight"]
-    assert "l.0.a.weight is in the units, not in the model section" in contradictions(checkpoint, units)
-
-
-def test_a_channels_last_parameter_lies_in_memory_order() -> None:
-    conv = Parameter("conv.weight", (5, 3, 4, 2), FLOAT, stride=(24, 1, 6, 3))
-    plain = unit("", {"bias": (7,)})
-    units = units_of(replace(plain, params=(*plain.params, conv)), use_orig_params=True)
-    played, checkpoint, truth = raw(units, 4)
-    require_states(named(checkpoint, units), played, truth)
-
-
-def test_the_alignment_is_that_of_the_mixed_precision_dtype() -> None:
-    blocks = [replace(one, param_dtype=DTYPES["bfloat16"]) for one in toy(use_orig_params=True).units]
-    units = units_of(*blocks, use_orig_params=True)
-    played, checkpoint, truth = raw(units, 3)
-    require_states(named(checkpoint, units), played, truth)
-    assert "in the units, found" in contradictions(checkpoint, toy(use_orig_params=True))
-
-
-def test_a_step_of_one_element_is_carried_whole() -> None:
-    units = toy(use_orig_params=True)
-    played, checkpoint, _ = raw(units, 3)
-    assert checkpoint.optim is not None
-    for states in checkpoint.optim.state.values():
-        holders = states["exp_avg"].chunks.rank.tolist()  # type: ignore[union-attr]
-        states["step"] = played.slices({rank: np.full(1, 3, np.float32) for rank in holders})
-    found = named(checkpoint, units)
-    assert found.optim is not None
-    assert {entry["step"].shape for entry in found.optim.state.values()} == {(1,)}  # type: ignore[union-attr]
-
-
-def test_a_state_without_dimensions_is_that_of_the_ranks_that_hold_the_parameter() -> None:
-    units = toy(use_orig_params=True)
-    played, checkpoint, _ = raw(units, 16)
-    assert checkpoint.optim is not None
-    holders = {key: states["exp_avg"].chunks for key, states in checkpoint.optim.state.items()}  # type: ignore[union-attr]
-    for states in checkpoint.optim.state.values():
-        states["mu"] = played.replicas(np.float32(3).reshape(()))
-    found = named(checkpoint, units)
-    assert found.optim is not None
-    for chunks, name in zip(holders.values(), units.parameters, strict=True):
-        mu = found.optim.state[name]["mu"]
-        assert isinstance(mu, Tensor) and mu.shape == ()
-        assert mu.chunks.rank.tolist() == chunks.rank[chunks.size[:, 0] > 0].tolist()
-        assert len(mu.chunks.rank) < 16
+    mismatch = match(checkpoint, units)
+    assert isinstance(mismatch, Mismatch)
+    assert "l.0.a.weight is in the units, not in the model section" in mismatch.contradictions
 
 
 def by_name(source: Checkpoint) -> dict[ParamKey, dict[str, Tensor | Value]]:
@@ -218,21 +174,28 @@ def by_name(source: Checkpoint) -> dict[ParamKey, dict[str, Tensor | Value]]:
     return source.optim.state
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_number_for_each_rank_beside_the_slices_stays_one_number(use_orig_params: bool) -> None:
-    units = toy(use_orig_params=use_orig_params)
-    played, checkpoint, _ = raw(units, 3)
-    for states in by_name(checkpoint).values():
-        holders = states["exp_avg"].chunks.rank.tolist()  # type: ignore[union-attr]
-        states["updates"] = played.slices({rank: np.full(1, 3, np.float32) for rank in holders})
+@pytest.mark.parametrize("units", [FLAT, ORIG], ids=["flat", "orig"])
+def test_numbers_beside_the_slices_stay_numbers(units: Units) -> None:
+    """One for each rank that holds elements, and one without dimensions on all ranks, also of those that hold none."""
+    played, checkpoint, _ = raw(units, 16)
+    holders = {key: states["exp_avg"].chunks for key, states in by_name(checkpoint).items()}  # type: ignore[union-attr]
+    for key, states in by_name(checkpoint).items():
+        ranks = holders[key].rank.tolist()
+        states |= {name: played.slices({rank: np.full(1, 3, np.float32) for rank in ranks}) for name in ("step", "own")}
+        states["mu"] = played.replicas(np.float32(3).reshape(()))
     found = by_name(named(checkpoint, units))
     assert set(found) == set(units.parameters)
-    for name, states in found.items():
-        updates = states["updates"]
-        assert isinstance(updates, Tensor) and updates.shape == (1,)
-        assert not updates.chunks.start.any()
+    for number, (name, states) in enumerate(found.items()):
+        step, own, mu = (states[key] for key in ("step", "own", "mu"))
+        assert isinstance(step, Tensor) and isinstance(own, Tensor) and isinstance(mu, Tensor)
+        assert (step.shape, own.shape, mu.shape) == ((1,), (1,), ())
+        assert not own.chunks.start.any()
         # A number for a parameter of one element is a slice of it too.
-        assert updates.sharded is (use_orig_params and str(name).endswith("scale"))
+        assert own.sharded is (units is ORIG and str(name).endswith("scale"))
+        if units is ORIG:
+            chunks = holders[number]
+            assert mu.chunks.rank.tolist() == chunks.rank[chunks.size[:, 0] > 0].tolist()
+            assert len(mu.chunks.rank) < 16
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -264,20 +227,10 @@ def test_states_of_parameters_outside_every_unit_are_whole_on_every_rank(use_ori
         assert isinstance(mu, Tensor) and mu.chunks.rank.tolist() == [0, 1, 2]
 
 
-def test_a_state_without_dimensions_of_a_parameter_without_elements_is_kept() -> None:
-    units = units_of(unit("", {"w": (3, 2), "none": (0, 4)}), use_orig_params=True)
-    played = Played(units, 2)
-    number: dict[str, object] = {key: played.replicas(np.float32(3).reshape(())) for key in units.parameters}
-    found = by_name(named(played.checkpoint(optim=played.optimizer({"mu": number}, list(units.parameters))), units))
-    mu = found["none"]["mu"]
-    assert isinstance(mu, Tensor) and mu.chunks.rank.tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [1]])
 def test_states_that_fsdp_does_not_cut_are_parts_of_a_model_that_it_shards(ranks: list[int]) -> None:
     """``ranks``: those that have the states."""
-    blocks = [replace(one, strategy=Strategy.NO_SHARD) for one in toy(use_orig_params=True).units]
-    units = units_of(*blocks, use_orig_params=True)
+    units = in_strategy(ORIG, Strategy.NO_SHARD)
     played, checkpoint, truth = raw(units, 3)
     for key, states in zip(units.parameters, by_name(checkpoint).values(), strict=True):
         tensor = played.replicas(truth["exp_avg"][key])
@@ -291,8 +244,7 @@ def test_states_that_fsdp_does_not_cut_are_parts_of_a_model_that_it_shards(ranks
 
 
 def test_replicas_of_a_slice_are_sorted_by_rank_wherever_they_lie() -> None:
-    blocks = [replace(one, strategy=Strategy.HYBRID_SHARD) for one in toy(use_orig_params=False).units]
-    units = units_of(*blocks, use_orig_params=False, shard_size=2)
+    units = in_strategy(FLAT, Strategy.HYBRID_SHARD, shard_size=2)
     played, checkpoint, truth = raw(units, 4)
     for states in by_name(checkpoint).values():
         for item in ("exp_avg", "exp_avg_sq"):
@@ -309,8 +261,9 @@ def test_replicas_of_a_slice_are_sorted_by_rank_wherever_they_lie() -> None:
     assert rows == sorted(rows) and len(rows) > 2
 
 
-def test_a_parameter_without_elements_is_a_whole_tensor() -> None:
-    units = units_of(unit("", {"w": (3, 2), "none": (0, 4)}), use_orig_params=False)
+def test_a_parameter_without_elements_is_a_whole_tensor_and_keeps_its_numbers() -> None:
+    shapes = {"w": (3, 2), "none": (0, 4)}
+    units = units_of(unit("", shapes), use_orig_params=False)
     played, checkpoint, _ = raw(units, 1, model=True)
     found = named(checkpoint, units)
     assert found.model is not None
@@ -318,29 +271,31 @@ def test_a_parameter_without_elements_is_a_whole_tensor() -> None:
         assert isinstance(tensor, Tensor) and tensor.shape == (0, 4)
         assert (tensor.chunks.file.tolist(), tensor.chunks.size.tolist()) == ([0], [[0, 4]])
         assert gather(tensor, played.files()).shape == (0, 4)
+    units = units_of(unit("", shapes), use_orig_params=True)
+    played = Played(units, 2)
+    number: dict[str, object] = {key: played.replicas(np.float32(3).reshape(())) for key in units.parameters}
+    held = by_name(named(played.checkpoint(optim=played.optimizer({"mu": number}, list(units.parameters))), units))
+    mu = held["none"]["mu"]
+    assert isinstance(mu, Tensor) and mu.chunks.rank.tolist() == [0, 1]
 
 
-def test_parameters_are_in_the_order_of_the_model_although_files_have_inner_units_first() -> None:
-    units = toy(use_orig_params=False)
-    _, checkpoint, _ = raw(units, 2, model=True)
-    assert checkpoint.model is not None
-    inner_first = ModelState(dict(reversed(checkpoint.model.params.items())))
-    found = named(replace(checkpoint, model=inner_first, optim=None), units)
-    assert found.model is not None and list(found.model.params) == ["buf", *units.parameters]
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_param_names_become_those_of_the_parameters(use_orig_params: bool) -> None:
-    units = toy(use_orig_params=use_orig_params)
-    _, checkpoint, _ = raw(units, 2)
-    assert checkpoint.optim is not None and checkpoint.optim.param_groups is not None
-    checkpoint.optim = with_setting(
-        checkpoint.optim, 0, param_names=[f"_fsdp_wrapped_module.{key}" for key in units.optimizer_keys()]
-    )
+@pytest.mark.parametrize("units", [FLAT, ORIG], ids=["flat", "orig"])
+def test_groups_list_the_parameters_and_param_names_become_their_names(units: Units) -> None:
+    played, checkpoint, truth = raw(units, 2)
+    assert checkpoint.optim is not None
+    keys, root = units.optimizer_keys(), len(units.units[0].params)
+    first = root if units is ORIG else 1
+    ids = [list(range(first)), list(range(first, len(keys)))]
+    groups: list[dict[Key, Value]] = [
+        {"lr": 1.0, "params": of_group, "param_names": [f"_fsdp_wrapped_module.{keys[number]}" for number in of_group]}
+        for of_group in ids
+    ]
+    checkpoint.optim = checkpoint.optim.with_groups(groups)
     found = named(checkpoint, units)
+    require_states(found, played, truth)
     assert found.optim is not None and found.optim.param_groups is not None
-    (group,) = found.optim.param_groups
-    assert group["params"] == group["param_names"] == list(units.parameters)
+    for group, names in zip(found.optim.param_groups, (units.parameters[:root], units.parameters[root:]), strict=True):
+        assert group["params"] == group["param_names"] == list(names)
 
 
 def test_entries_that_a_user_added_to_an_optimizer_keyed_by_name_stay_as_they_are() -> None:
@@ -352,37 +307,6 @@ def test_entries_that_a_user_added_to_an_optimizer_keyed_by_name_stay_as_they_ar
     found = named(checkpoint, units)
     require_states(found, played, truth)
     assert by_name(found)["tables"] == {"kind": "hash"}
-
-
-def test_same_sized_parameters_in_another_order_are_contradicted_by_the_names_of_the_model() -> None:
-    """Counts cannot tell: ``e.weight`` and ``h.weight`` have one shape. The model's files beside them can."""
-    units = toy(use_orig_params=False)
-    played, checkpoint, _ = raw(units, 4)
-    whole = {name: played.replicas(played.values(param)) for name, param in units.params().items()}
-    checkpoint.model = ModelState(dict(whole))
-    assert isinstance(match(checkpoint, units), FlatMatch)
-    first = units.units[0].params
-    swapped = relisted(
-        units, units=(replace(units.units[0], params=(first[1], first[0], *first[2:])), *units.units[1:])
-    )
-    assert "the order of parameters differs" in contradictions(checkpoint, swapped)
-
-
-def test_names_in_the_groups_settle_several_groups_and_contradict_others() -> None:
-    units = toy(use_orig_params=True)
-    played, checkpoint, truth = raw(units, 3)
-    assert checkpoint.optim is not None
-    names = [f"_fsdp_wrapped_module.{name}" for name in units.parameters]
-    groups: list[dict[Key, Value]] = [
-        {"lr": 1.0, "params": list(range(4)), "param_names": names[:4]},
-        {"lr": 2.0, "params": list(range(4, 11)), "param_names": names[4:]},
-    ]
-    checkpoint.optim = checkpoint.optim.with_groups(groups)
-    require_states(named(checkpoint, units), played, truth)
-    checkpoint.optim = with_setting(checkpoint.optim, 0, param_names=[names[1], names[0], *names[2:4]])
-    assert "shape" in contradictions(checkpoint, units) or "elements" in contradictions(checkpoint, units)
-    keyed_groups = relisted(units, groups=(units.parameters[:4], units.parameters[4:]))
-    assert "in param_names" in contradictions(checkpoint, keyed_groups)
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)

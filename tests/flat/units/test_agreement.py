@@ -117,6 +117,14 @@ CASES: dict[str, Case] = {
     "a shared parameter and its copy": Case(model=with_leaf("head.weight", whole(5, 3, offset=4096)), units=TIED),
     "a shared parameter under its later name first": Case(
         model=ModelState({"head.weight": MODEL.params["a.weight"], **MODEL.params}), units=TIED),
+    "a shared name that is another's": Case(
+        ["head.weight is another name of a.weight in the units, of b.weight in the model section"],
+        ModelState({**MODEL.params, "head.weight": MODEL.params["b.weight"]}), units=TIED),
+    "a shared name of another shape": Case(
+        ["head.weight: [5, 3] in the units, [7] in the model section"], with_leaf("head.weight", whole(7, offset=4096)),
+        units=TIED),
+    "no tensors at all": Case(
+        [f"{name} is in the units, not in the model section" for name in NAMES], ModelState({"extra": 1})),
     "another order than the model's": Case(
         ["the order of parameters differs in unit 'a': a.bias in the units, a.weight in the model section"],
         MODEL, units=SWAPPED),
@@ -141,6 +149,10 @@ CASES: dict[str, Case] = {
     "a counter": Case(optim=by_name(having(a__weight=states((1,), (5, 3))))),
     "a text": Case(optim=by_name(having(a__weight={"note": "text", **states((5, 3))}))),
     "0-dim states": Case(optim=by_name(having(a__weight=states()))),
+    "states of a shared parameter under both names": Case(
+        ["the optimizer has states for a.weight and for head.weight, which are one parameter in the units"],
+        ModelState({**MODEL.params, "head.weight": MODEL.params["a.weight"]}),
+        by_name(having(head__weight=states((5, 3), (5, 3))), NAMES), TIED),
     "names with wrappers": Case(optim=by_name(WRAPPED)),
     "names with wrappers in known groups": Case(optim=by_name(WRAPPED), units=ONE_GROUP),
     "an unknown name with a wrapper": Case(
