@@ -23,7 +23,9 @@ from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.compare import compare
 from fsdpckpt.verify.integrity import verify_checkpoint
 
-__all__ = ["FORMS", "PROTECTED", "WITHOUT_CHECKSUMS", "WRITTEN", "Outcome", "flip_each", "make", "places"]
+__all__ = [
+    "FORMS", "PROTECTED", "WITHOUT_CHECKSUMS", "WRITTEN", "Outcome", "files_of", "flip_each", "make", "places",
+]  # fmt: skip
 
 SEED = 33
 WRITTEN: dict[str, dict[str, Any]] = {
@@ -73,8 +75,8 @@ def state(key: int | str = 0) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": states, "param_groups": [{"lr": 0.1, "params": [key]}]}}
 
 
-def make(form: str, directory: Path) -> Path:
-    """A tiny checkpoint of this form, in ``directory``."""
+def make(form: str, directory: Path, **options: Any) -> Path:
+    """A tiny checkpoint of this form, in ``directory``. ``options`` replace those of WRITTEN."""
     whole = directory / "whole"
     if form == "torch.save":
         torch.save(state(), directory / "whole.pt")
@@ -88,7 +90,7 @@ def make(form: str, directory: Path) -> Path:
     by_name = form == "safetensors by name"
     torch.save(state("w" if by_name else 0), directory / "source.pt")
     written = "safetensors" if by_name else form.removesuffix(" without fsdpckpt.json")
-    fsdpckpt.convert(directory / "source.pt", whole, **WRITTEN[written])
+    fsdpckpt.convert(directory / "source.pt", whole, **WRITTEN[written] | options)
     if form not in WRITTEN:
         units = json.loads((whole / "fsdpckpt.json").read_text())["units"]
         os.unlink(whole / "fsdpckpt.json")
@@ -99,8 +101,11 @@ def make(form: str, directory: Path) -> Path:
 
 def places(whole: Path) -> list[tuple[Path, int]]:
     """Every byte of every file."""
-    files = sorted(path for path in whole.rglob("*") if path.is_file()) if whole.is_dir() else [whole]
-    return [(path, at) for path in files for at in range(path.stat().st_size)]
+    return [(path, at) for path in files_of(whole) for at in range(path.stat().st_size)]
+
+
+def files_of(whole: Path) -> list[Path]:
+    return sorted(path for path in whole.rglob("*") if path.is_file()) if whole.is_dir() else [whole]
 
 
 def flip_each(whole: Path, chosen: list[tuple[Path, int]], scratch: Path) -> Iterator[Outcome]:
