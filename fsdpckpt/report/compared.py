@@ -23,7 +23,7 @@ LONGEST_LIST = 8
 
 def compared_page(result: Difference) -> str:
     """The page for a comparison."""
-    return render("compared.html.jinja", None, {"command": "diff", **_content(result)})
+    return render("compared.html.jinja", {"command": "diff", **_content(result)})
 
 
 def _content(result: Difference) -> dict[str, Any]:

@@ -36,4 +36,4 @@ def incomplete_page(left: Incomplete) -> str:
         "readable": FigureTable(["section", "tensors", "elements", "bytes", "dtypes"], readable, frozenset({1, 2, 3})),
         "commands": [("convert what can be read", command) for command in left.commands],
     }
-    return render("incomplete.html.jinja", None, values)
+    return render("incomplete.html.jinja", values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -47,9 +46,9 @@ LONGEST_LIST = 8  # values of a list in the extras; of a longer one, the number
 _TITLES = {Section.MODEL: "model", Section.OPTIM: "optimizer state"}
 
 
-def page(described: Description, created: datetime | None = None) -> str:
-    """The page for what ``inspect`` describes, with statistics if they were computed. ``created``: None for now."""
-    return render("page.html.jinja", created, {"command": "inspect", **_content(described)})
+def page(described: Description) -> str:
+    """The page for what ``inspect`` describes, with statistics if they were computed."""
+    return render("page.html.jinja", {"command": "inspect", **_content(described)})
 
 
 def _content(described: Description) -> dict[str, Any]:

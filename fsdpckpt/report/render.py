@@ -16,8 +16,8 @@ MAX_PROBLEMS = 200
 LONGEST_LINE = 600  # characters of a problem or a note
 
 
-def render(template: str, created: datetime | None, values: dict[str, Any]) -> str:
-    """The page that ``template`` makes of ``values``, all of which it escapes. ``created``: None for now."""
+def render(template: str, values: dict[str, Any]) -> str:
+    """The page that ``template`` makes of ``values``, all of which it escapes."""
     import jinja2
     from markupsafe import Markup
 
@@ -40,6 +40,6 @@ def render(template: str, created: datetime | None, values: dict[str, Any]) -> s
     return environment.get_template(template).render(
         policy=POLICY,
         version=__version__,
-        created=(created or datetime.now().astimezone()).strftime("%Y-%m-%d %H:%M %Z"),
+        created=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         **values,
     )

@@ -15,21 +15,10 @@ from fsdpckpt.report.incomplete import incomplete_page
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.difference import Change, ComparedKey, Difference
 from tests.cli.conftest import Run, at_step, run
-from tests.report.test_page import HOSTILE, Elements
+from tests.report.test_page import HOSTILE, Elements, require_inert
 
 torch = pytest.importorskip("torch")
 __all__ = ["run"]
-
-
-def require_inert(html: str) -> None:
-    elements = Elements(html)
-    tags = {tag for tag, _ in elements.tags}
-    assert not tags & {"script", "img", "iframe", "object", "embed", "link", "base", "a", "form"}
-    for tag, attributes in elements.tags:
-        assert not [name for name in attributes if name.startswith("on") or name in ("src", "href")], tag
-    assert HOSTILE[0] in elements.text
-    (policy,) = [found["content"] for _, found in elements.tags if found.get("http-equiv") == "Content-Security-Policy"]
-    assert policy is not None and policy.startswith("default-src 'none';") and "script-src" not in policy
 
 
 def moved(name: str, relative: float, state: str | None = None) -> ComparedKey:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -98,23 +98,21 @@ def hostile_page() -> str:
     return page(describe(described))
 
 
-def test_keys_that_look_like_html_stay_text() -> None:
-    elements = Elements(hostile_page())
+def require_inert(html: str) -> None:
+    """Keys are text, scripts are forbidden, and nothing is fetched."""
+    elements = Elements(html)
     tags = {tag for tag, _ in elements.tags}
     assert not tags & {"script", "img", "iframe", "object", "embed", "link", "base", "a", "form"}
     for tag, attributes in elements.tags:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "href")], tag
     assert HOSTILE[0] in elements.text
-
-
-def test_the_page_forbids_scripts_and_fetches_nothing() -> None:
-    html = hostile_page()
-    policies = [a["content"] for t, a in Elements(html).tags if a.get("http-equiv") == "Content-Security-Policy"]
-    assert len(policies) == 1
-    assert policies[0] is not None
-    assert policies[0].startswith("default-src 'none';")
-    assert "script-src" not in policies[0]
+    (policy,) = [found["content"] for _, found in elements.tags if found.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None and policy.startswith("default-src 'none';") and "script-src" not in policy
     assert not re.search(r"url\(|@import|https?://", html)
+
+
+def test_keys_that_look_like_html_stay_text_and_the_page_fetches_nothing() -> None:
+    require_inert(hostile_page())
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
@@ -148,25 +146,18 @@ def test_every_byte_of_every_rank_is_counted() -> None:
     assert np.allclose(grid.share.sum(axis=0), 1.0)
 
 
-def test_ranks_of_one_tensor_are_drawn_one_behind_the_other() -> None:
+def test_ranks_are_drawn_behind_each_other_replicas_in_every_row_and_columns_as_part_of_every_row() -> None:
     grid = holdings(module_tree([("w", sharded((10, 3), 4))]), 4)  # 3, 3, 3 and 1 rows
     for rank, (begin, end) in enumerate(((0, 0.3), (0.3, 0.6), (0.6, 0.9), (0.9, 1.0))):
         filled = np.flatnonzero(grid.share[rank] > 0.5)
         assert (filled[0], filled[-1] + 1) == (begin * COLUMNS, end * COLUMNS)
-
-
-def test_a_replica_fills_the_row_of_every_rank_that_has_it() -> None:
+    f32 = DTYPES["float32"]
     whole = Chunks.rows(ndim=2, rank=[0, 1, 2], file=[0] * 3, offset=[0] * 3, start=[(0, 0)] * 3, size=[(6, 5)] * 3)
-    grid = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 5), whole))]), 3)
-    assert (grid.share == 1.0).all()
-    assert grid.nbytes.tolist() == [120.0] * 3
-
-
-def test_columns_of_a_matrix_are_drawn_as_part_of_every_row() -> None:
+    grid = holdings(module_tree([("w", Tensor(f32, (6, 5), whole))]), 3)
+    assert (grid.share == 1.0).all() and grid.nbytes.tolist() == [120.0] * 3
     halves = Chunks.rows(ndim=2, rank=[0, 1], file=[0, 0], offset=[0, 0], start=[(0, 0), (0, 4)], size=[(6, 4), (6, 4)])
-    grid = holdings(module_tree([("w", Tensor(DTYPES["float32"], (6, 8), halves))]), 2)
-    assert grid.nbytes.tolist() == [96.0, 96.0]
-    assert np.allclose(grid.share.sum(axis=1), COLUMNS / 2)
+    grid = holdings(module_tree([("w", Tensor(f32, (6, 8), halves))]), 2)
+    assert grid.nbytes.tolist() == [96.0, 96.0] and np.allclose(grid.share.sum(axis=1), COLUMNS / 2)
 
 
 def test_what_no_rank_holds_is_marked_and_stands_on_top() -> None:
@@ -204,12 +195,23 @@ def trained(tmp_path: Path) -> Path:
     return tmp_path / "full.pt"
 
 
-def test_statistics_show_steps_that_disagree_nan_and_states_that_are_all_zero(trained: Path) -> None:
-    text = Elements(page(fsdpckpt.inspect(trained, stats=True))).text
-    assert "optimizer: the steps disagree: 9 for 2 parameters, 7 for 1 parameter" in text
-    assert "model a.weight: 1 NaN and 0 Inf of 30 elements" in text
-    assert "1 tensor all zero" in text
-    assert "betas=(0.9, 0.95)" in text
+def test_the_page_shows_what_was_read_and_says_what_was_not(trained: Path) -> None:
+    html = page(fsdpckpt.inspect(trained, stats=True))
+    text = Elements(html).text
+    for said in (
+        "optimizer: the steps disagree: 9 for 2 parameters, 7 for 1 parameter",
+        "model a.weight: 1 NaN and 0 Inf of 30 elements", "1 tensor all zero", "betas=(0.9, 0.95)",
+        f"{datetime.now().astimezone():%Y-%m-%d}", "in all: 9 tensors, 183 elements",
+    ):  # fmt: skip
+        assert said in text
+    assert '<meta name="viewport" content="width=device-width' in html
+    assert "@media (max-width: 640px)" in html
+    cells = [attributes for tag, attributes in Elements(html).tags if tag == "td"]
+    assert cells and all(attributes.get("data-label") for attributes in cells), "for narrow screens"
+    text = Elements(page(fsdpckpt.inspect(trained))).text
+    assert "the values of step were not read (--stats reads them)" in text
+    assert "Root mean squares" not in text
+    assert "No problems found in headers and metadata" in text
 
 
 def test_steps_beyond_a_million_are_shown_with_all_their_digits(trained: Path) -> None:
@@ -259,13 +261,6 @@ def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) 
     assert "model w: 0 NaN and 6 Inf of 6 elements" in top
     assert "model mask" not in top
     assert "model mask: 0 NaN and 6 Inf of 16 elements" in rest
-
-
-def test_without_statistics_the_page_says_what_was_not_read(trained: Path) -> None:
-    text = Elements(page(fsdpckpt.inspect(trained))).text
-    assert "the values of step were not read (--stats reads them)" in text
-    assert "Root mean squares" not in text
-    assert "No problems found in headers and metadata" in text
 
 
 def test_an_earlier_report_is_replaced_and_anything_else_is_left_alone(trained: Path, tmp_path: Path) -> None:
@@ -338,21 +333,6 @@ def test_layers_of_a_hugging_face_model_are_one_row_with_the_size_of_each(traine
     assert named["model.layers.{0..31}.mlp.up_proj.weight  x32"] == ["3.0 KiB", "96.0 KiB"]
     assert named["model.layers"] == ["130.0 KiB", ""]
     assert len(rows) < 15
-
-
-def test_the_page_says_when_it_was_made_and_how_much_there_is_in_all(trained: Path) -> None:
-    text = Elements(page(fsdpckpt.inspect(trained), datetime(2026, 3, 4, 5, 6, tzinfo=UTC))).text
-    assert "2026-03-04 05:06 UTC" in text
-    assert "in all: 9 tensors, 183 elements" in text
-
-
-def test_every_cell_says_what_it_is_on_a_narrow_screen(trained: Path) -> None:
-    html = page(fsdpckpt.inspect(trained, stats=True))
-    assert '<meta name="viewport" content="width=device-width' in html
-    assert "@media (max-width: 640px)" in html
-    cells = [attributes for tag, attributes in Elements(html).tags if tag == "td"]
-    assert cells
-    assert all(attributes.get("data-label") for attributes in cells)
 
 
 def _luminance(colour: str) -> float:
