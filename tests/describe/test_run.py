@@ -12,6 +12,7 @@ from fsdpckpt.api import inspect_run
 from fsdpckpt.describe import Run
 from fsdpckpt.describe.run import step_of
 from fsdpckpt.errors import SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError
+from tests.makers import Change, put, together
 
 
 def described(run: Path) -> Run:
@@ -51,73 +52,62 @@ def test_several_models_of_a_step_are_rows_and_a_number_in_a_file_names_the_newe
     assert run.pointers == {"latest_checkpointed_iteration.txt": "global_step_14"}
 
 
-@pytest.mark.parametrize("text", ["checkpoint-1200", "1200", "/elsewhere/checkpoint-1200\n", ""])
-def test_a_latest_file_that_leads_nowhere_is_said_and_the_newest_is_proposed(tmp_path: Path, text: str) -> None:
+def link(name: str, to: str) -> Change:
+    return lambda run: (run / name).symlink_to(to)
+
+
+LOST = "latest names checkpoint-1200, which is not there"
+POINTERS: dict[str, tuple[Change, dict[str, str], tuple[str, ...], str, str]] = {
+    "a name that is gone": (put("latest", "checkpoint-1200"), {}, (LOST,), "1000", "1000"),
+    "a number that is gone": (put("latest", "1200"), {}, ("latest names 1200, which is not there",), "1000", "1000"),
+    "a path that is gone": (put("latest", "/elsewhere/checkpoint-1200\n"), {}, (LOST,), "1000", "1000"),
+    "no name": (put("latest", ""), {}, ("latest is empty and names no checkpoint",), "1000", "1000"),
+    "links that lead nowhere": (
+        together(
+            link("best", "checkpoint-300"), link("latest", "gone"), link("wandb", "/nowhere/wandb"),
+            put("latest_metrics.json", '{"loss": 2.5}'),
+        ),
+        {}, ("best names checkpoint-300, which is not there", "latest names gone, which is not there"), "1000", "1000",
+    ),
+    "what cannot be read": (
+        together(lambda run: (run / "checkpoint-1100").mkdir(), put("latest", "checkpoint-1100")),
+        {"latest": "checkpoint-1100"}, (), "1100", "1000",
+    ),
+    "a directory with a slash behind it": (
+        put("latest", "runs/checkpoint-900/\n"), {"latest": "checkpoint-900"}, (), "1000", "900",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pointer", POINTERS)
+def test_what_latest_files_and_links_name_is_proposed_and_one_that_leads_nowhere_is_said(
+    tmp_path: Path, pointer: str
+) -> None:
+    change, pointers, lost, newest, proposed = POINTERS[pointer]
     for step in (900, 1000):
         saved(tmp_path / f"checkpoint-{step}" / "model.pt")
-    (tmp_path / "latest").write_text(text)
+    change(tmp_path)
     run = described(tmp_path)
-    (lost,) = run.lost
-    assert "names no checkpoint" in lost if not text else "1200, which is not there" in lost
-    assert (run.pointers, run.newest, run.proposed) == ({}, "checkpoint-1000", "checkpoint-1000")
+    assert (run.pointers, run.lost) == (pointers, lost)
+    assert (run.newest, run.proposed) == (f"checkpoint-{newest}", f"checkpoint-{proposed}")
     with pytest.raises(SeveralCheckpointsError) as error:
         fsdpckpt.verify(tmp_path)
-    assert lost in str(error.value)
+    assert all(each in str(error.value) for each in lost)
 
 
-def test_a_link_that_leads_nowhere_is_said_if_it_is_one_to_a_checkpoint(tmp_path: Path) -> None:
-    for step in (900, 1000):
-        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
-    (tmp_path / "best").symlink_to("checkpoint-300")
-    (tmp_path / "latest").symlink_to("gone")
-    (tmp_path / "wandb").symlink_to("/nowhere/wandb")
-    (tmp_path / "latest_metrics.json").write_text('{"loss": 2.5}')
-    assert described(tmp_path).lost == (
-        *("best names checkpoint-300, which is not there", "latest names gone, which is not there"),
-    )
-
-
-def test_a_latest_file_names_what_is_there_although_it_cannot_be_read(tmp_path: Path) -> None:
-    for step in (900, 1000):
-        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
-    (tmp_path / "checkpoint-1100").mkdir()
-    (tmp_path / "latest").write_text("checkpoint-1100")
-    run = described(tmp_path)
-    assert run.lost == () and run.newest == "checkpoint-1100" and run.proposed == "checkpoint-1000"
-
-
-def test_the_directory_that_a_latest_file_names_may_end_with_a_slash(tmp_path: Path) -> None:
-    for step in (900, 1000):
-        saved(tmp_path / f"checkpoint-{step}" / "model.pt")
-    (tmp_path / "latest").write_text("runs/checkpoint-900/\n")
-    run = described(tmp_path)
-    assert (run.pointers, run.lost, run.proposed) == ({"latest": "checkpoint-900"}, (), "checkpoint-900")
-
-
-@pytest.mark.parametrize("form", ["epoch={}-step=50", "ckpt_{}", "gpt-iter={}"])
-def test_a_damaged_step_is_a_row_whatever_stands_before_its_number(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["epoch={}-step=50", "ckpt_{}", "gpt-iter={}", "step-{}"])
+def test_a_damaged_step_is_a_row_and_stops_no_other_whatever_stands_before_its_number(
+    tmp_path: Path, form: str
+) -> None:
     for number in (1, 2):
         saved(tmp_path / form.format(number) / "model.pt")
-    saved(tmp_path / form.format(3) / "model_world_size_3_rank_0.pt")
-    assert [row.complete for row in described(tmp_path).checkpoints] == [True, True, False]
-
-
-def test_a_damaged_step_is_a_row_and_stops_no_other(tmp_path: Path) -> None:
-    for step in (1, 2):
-        saved(tmp_path / f"step-{step}" / "model.pt")
     for rank in (0, 2):
-        saved(tmp_path / "step-3" / f"model_world_size_3_rank_{rank}.pt")
-    (tmp_path / "step-4").mkdir()
+        saved(tmp_path / form.format(3) / f"model_world_size_3_rank_{rank}.pt")
+    (tmp_path / form.format(4)).mkdir()
     rows = described(tmp_path).checkpoints
     assert [row.complete for row in rows] == [True, True, False, False]
     assert rows[2].problems[0].endswith("model_world_size_3_rank_1.pt")
     assert rows[3].problems[0].startswith("empty")
-
-
-def test_a_single_damaged_step_is_that_error_and_no_run(tmp_path: Path) -> None:
-    saved(tmp_path / "step-3" / "model_world_size_2_rank_0.pt")
-    with pytest.raises(SourceIncompleteError, match="step-3"):
-        fsdpckpt.inspect(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +140,13 @@ def test_what_is_damaged_beside_the_steps_of_a_run_is_a_row_of_it(tmp_path: Path
     assert (run.newest, run.proposed) == ("checkpoint-1000", "checkpoint-1000")
 
 
-def test_beside_one_step_what_is_damaged_is_the_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [[], ["checkpoint-900/model.pt"]])
+def test_without_two_steps_what_is_damaged_is_the_error(tmp_path: Path, beside: list[str]) -> None:
     """It may belong to the step: then nothing else may be read in its place."""
-    saved(tmp_path / "checkpoint-900" / "model.pt")
+    for name in beside:
+        saved(tmp_path / name)
     saved(tmp_path / "best" / "model_world_size_2_rank_0.pt")
-    with pytest.raises(SourceIncompleteError):
+    with pytest.raises(SourceIncompleteError, match="best"):
         fsdpckpt.inspect(tmp_path)
 
 
