@@ -9,14 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdpckpt.errors import SourceUnsupportedError
 from fsdpckpt.ir.dtypes import DTYPES
@@ -26,7 +19,7 @@ from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.dcp import lay_out
 from tests.materialise import materialise
 from tests.oracle.compare import identical, require_parts
-from tests.oracle.fake_group import as_rank, rows
+from tests.oracle.fake_group import as_rank
 from tests.writers.source import Raw, Trained, checkpoint
 from tests.writers.writer_contract import WriterContract
 
@@ -201,60 +194,6 @@ def test_unusual_dtypes_scalars_and_empty_tensors_load(tmp_path, name):
     directory, _ = written(tmp_path, checkpoint(model), raw, 2)
     joined = as_torch(directory, tmp_path)["model"]
     require_parts(joined, tensors)
-
-
-class Toy(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = torch.nn.Linear(3, 5)
-        self.b = torch.nn.Linear(5, 1)
-        self.register_buffer("seen", torch.randn(2, 2))
-
-
-def trained_toy():
-    """A toy, one Adam step old, and the checkpoint of its full state by name."""
-    torch.manual_seed(8)
-    model = Toy()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, betas=(0.5, 0.75))
-    model.b(model.a(torch.randn(4, 3))).square().sum().backward()
-    optimizer.step()
-    raw = Raw()
-    names = [name for name, _ in model.named_parameters()]
-    states = optimizer.state_dict()
-    state = {
-        names[key]: {n: raw.whole(s, sharded=s.ndim > 0) for n, s in entry.items()}
-        for key, entry in states["state"].items()
-    }
-    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in states["param_groups"]]
-    weights = {name: raw.whole(weight, sharded=name != "seen") for name, weight in model.state_dict().items()}
-    return model, optimizer, raw, checkpoint(weights, Optimizer.of(state, groups))
-
-
-@pytest.mark.parametrize("written_for", [1, 2, 5])
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2), (3, 4), (6, 8)])
-def test_fsdp2_loads_its_model_and_optimizer(tmp_path, written_for, rank, world_size):
-    model, optimizer, raw, ckpt = trained_toy()
-    directory, _ = written(tmp_path, ckpt, raw, written_for)
-    with as_rank(rank, world_size):
-        other = Toy()
-        fully_shard(other.a)
-        fully_shard(other)
-        again = torch.optim.AdamW(other.parameters())
-        state = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, again)}
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
-        set_model_state_dict(other, state["model"])
-        set_optimizer_state_dict(other, again, state["optimizer"])
-        weights = model.state_dict()
-        for (name, parameter), before in zip(other.named_parameters(), model.parameters(), strict=True):
-            assert isinstance(parameter, DTensor)
-            assert identical(parameter.to_local(), rows(weights[name], rank, world_size))
-            for moment in ("exp_avg", "exp_avg_sq"):
-                assert identical(
-                    again.state[parameter][moment].to_local(), rows(optimizer.state[before][moment], rank, world_size)
-                )
-            assert float(again.state[parameter]["step"]) == 1.0
-        assert identical(other.seen, weights["seen"])
-        assert (again.param_groups[0]["lr"], tuple(again.param_groups[0]["betas"])) == (0.125, (0.5, 0.75))
 
 
 def test_values_nest_as_dcp_nests_them_and_what_vanishes_is_noted(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections import OrderedDict
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed._shard import load_with_process_group
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
@@ -194,15 +192,3 @@ def test_fsdp_over_tensor_parallelism_cuts_last_and_says_so_by_split_factors() -
         Shard(0),
     )
     assert as_fully_shard(mesh, [Shard(1), Shard(0), Shard(1)]).placements == (StridedShard(1, 4), Shard(0), Shard(1))
-
-
-def test_dcp_load_fills_a_model_on_that_mesh(tmp_path: Path) -> None:
-    case = all_three(2, 2, 2)
-    raw, source = source_of(case, 0)
-    materialise(dcp_writer.lay_out(source, spec_of(case)), raw.files, str(tmp_path))
-    for rank in (0, 3, case.world_size - 1):
-        with as_rank(rank, case.world_size):
-            truth = held(case, 0)
-            state = {"model": {n: torch.zeros_like(value) for n, value in truth["model"].items()}}
-            dcp.load(state, checkpoint_id=os.fspath(tmp_path), no_dist=True)
-            assert_equal(state, {"model": truth["model"]}, "")

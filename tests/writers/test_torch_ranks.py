@@ -1,21 +1,18 @@
 from __future__ import annotations
 
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard import load_with_process_group
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import DtypeRule, WriteSpec
 from fsdpckpt.writers.torch_ranks import RankFiles, lay_out
@@ -53,103 +50,39 @@ def leaves(source, model, optim):
 @pytest.mark.parametrize(
     ("world_size", "ranks"), [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (7, (0, 4, 6)), (64, (0, 5, 63))]
 )
-@pytest.mark.parametrize("source_ranks", [None, 3])
-def test_every_rank_holds_the_dtensors_torch_would_give_it(tmp_path, world_size, ranks, source_ranks):
+@pytest.mark.parametrize(
+    ("form", "source_ranks"), [(TensorForm.DTENSOR, None), (TensorForm.DTENSOR, 3), (TensorForm.SHARDED_TENSOR, 4)]
+)
+def test_every_rank_holds_what_torch_would_give_it(tmp_path, world_size, ranks, form, source_ranks):
     source = Trained(seed=world_size, key_type="id", ranks=source_ranks)
-    written(tmp_path, source.checkpoint, source.raw, world_size, TensorForm.DTENSOR)
+    written(tmp_path, source.checkpoint, source.raw, world_size, form)
     for rank in ranks:
         with as_rank(rank, world_size):
             mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-            model = load(tmp_path, "model", rank, world_size, weights_only=True)
-            optim = load(tmp_path, "optim", rank, world_size, weights_only=True)
-            assert load(tmp_path, "extra_state", rank, world_size, weights_only=True) == {"epoch": 7}
+            model, optim, extra = (
+                load(tmp_path, section, rank, world_size, weights_only=form is TensorForm.DTENSOR)
+                for section in ("model", "optim", "extra_state")
+            )
+            assert (extra, optim["param_groups"]) == ({"epoch": 7}, source.groups)
             for name, whole, held in leaves(source, model, optim):
                 if name == "steps_seen" or name.endswith("step"):
                     assert type(held) is torch.Tensor and identical(held, whole)
-                    continue
-                expected = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-                assert type(held) is DTensor
-                assert held._spec == expected._spec and hash(held._spec) == hash(expected._spec)
-                assert vars(held.device_mesh).keys() == vars(expected.device_mesh).keys()
-                assert held.device_mesh.get_local_rank() == rank
-                assert identical(held.to_local(), rows(whole, rank, world_size)), name
-                assert held.stride() == expected.stride() and not held.requires_grad
-            assert optim["param_groups"] == source.groups
-
-
-@pytest.mark.parametrize(
-    ("world_size", "ranks"), [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (7, (0, 4, 6)), (64, (0, 5, 63))]
-)
-def test_every_rank_holds_the_sharded_tensors_fsdp1_would_give_it(tmp_path, world_size, ranks):
-    source = Trained(seed=world_size, ranks=4)
-    written(tmp_path, source.checkpoint, source.raw, world_size, TensorForm.SHARDED_TENSOR)
-    for rank in ranks:
-        with as_rank(rank, world_size):
-            model = load(tmp_path, "model", rank, world_size, weights_only=False)
-            optim = load(tmp_path, "optim", rank, world_size, weights_only=False)
-            for name, whole, held in leaves(source, model, optim):
-                if name == "steps_seen" or name.endswith("step"):
-                    assert type(held) is torch.Tensor and identical(held, whole)
-                    continue
-                expected = _create_chunk_sharded_tensor(
-                    whole, rank, world_size, 8, dist.group.WORLD, torch.device("cpu")
-                )
-                shards, metadata, group, spec, rrefs = held.__getstate__()
-                true_shards, true_metadata, true_group, true_spec, true_rrefs = expected.__getstate__()
-                assert metadata == true_metadata and spec == true_spec and rrefs == true_rrefs
-                assert group == true_group
-                assert len(shards) == len(true_shards)
-                for shard, true_shard in zip(shards, true_shards, strict=True):
-                    assert identical(shard.tensor, true_shard.tensor) and shard.metadata == true_shard.metadata
-
-
-class Toy(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = torch.nn.Linear(3, 5)
-        self.b = torch.nn.Linear(5, 1)
-        self.register_buffer("seen", torch.randn(2, 2))
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2), (2, 4), (7, 8)])
-def test_fsdp2_takes_its_rank_file_and_holds_what_it_held_before(tmp_path, rank, world_size):
-    raw = Raw()
-    torch.manual_seed(3)
-    whole = Toy()
-    weights = whole.state_dict()
-    moments = {n: torch.randn(weight.shape) for n, weight in whole.named_parameters()}
-    ckpt = checkpoint(
-        OrderedDict((name, raw.whole(weight, sharded=name != "seen")) for name, weight in weights.items()),
-        Optimizer.of(
-            {
-                number: {
-                    "step": raw.whole(torch.tensor(5.0)),
-                    "exp_avg": raw.whole(m, sharded=True),
-                    "exp_avg_sq": raw.whole(m * m, sharded=True),
-                }
-                for number, m in enumerate(moments.values())
-            },
-            [{"params": list(range(len(moments))), "lr": 0.25}],
-        ),
-    )
-    written(tmp_path, ckpt, raw, world_size, TensorForm.DTENSOR)
-    with as_rank(rank, world_size):
-        model, truth = Toy(), Toy()
-        truth.load_state_dict(weights)
-        for one in (model, truth):
-            fully_shard(one.a)
-            fully_shard(one)
-        optimizer = torch.optim.Adam(model.parameters())
-        model.load_state_dict(load(tmp_path, "model", rank, world_size, weights_only=True))
-        optimizer.load_state_dict(load(tmp_path, "optim", rank, world_size, weights_only=True))
-        for name, parameter in truth.named_parameters():
-            held = model.get_parameter(name)
-            assert held._spec == parameter._spec
-            assert identical(held.to_local(), parameter.to_local())
-            assert identical(held.to_local(), rows(weights[name], rank, world_size))
-            assert identical(optimizer.state[held]["exp_avg"].to_local(), rows(moments[name], rank, world_size))
-        assert identical(model.seen, weights["seen"])
-        assert optimizer.param_groups[0]["lr"] == 0.25
+                elif form is TensorForm.DTENSOR:
+                    expected = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+                    assert type(held) is DTensor
+                    assert held._spec == expected._spec and hash(held._spec) == hash(expected._spec)
+                    assert vars(held.device_mesh).keys() == vars(expected.device_mesh).keys()
+                    assert held.device_mesh.get_local_rank() == rank
+                    assert identical(held.to_local(), rows(whole, rank, world_size)), name
+                    assert held.stride() == expected.stride() and not held.requires_grad
+                else:
+                    group = dist.group.WORLD
+                    expected = _create_chunk_sharded_tensor(whole, rank, world_size, 8, group, torch.device("cpu"))
+                    shards, *described = held.__getstate__()
+                    true_shards, *true = expected.__getstate__()
+                    assert described == true
+                    for shard, true_shard in zip(shards, true_shards, strict=True):
+                        assert identical(shard.tensor, true_shard.tensor) and shard.metadata == true_shard.metadata
 
 
 def test_tied_shards_share_one_record(tmp_path):
