@@ -49,30 +49,24 @@ def records(*crcs: int, nbytes: int = 4) -> list[tuple[int, int, int, int]]:
     return [*[(file, 128, 4, 1) for file in range(RANKS)], *reversed(own), *[(file, 0, 4, 2) for file in range(RANKS)]]
 
 
-def test_the_first_rank_that_has_another_copy_is_named() -> None:
-    (found,) = differing_copies(source(replicas(RANKS), records(7, 7, 9)))
-    assert found.fatal and found.rank == 2
-    assert "rank 0 and of rank 2" in found.message
-
-
-def test_equal_copies_are_no_problem() -> None:
-    assert not list(differing_copies(source(replicas(RANKS), records(7, 7, 7))))
-
-
-def test_tensors_of_more_dimensions_are_compared_too() -> None:
-    state = replicas(RANKS, 5, 3)
-    assert len(list(differing_copies(source(state, records(7, 8, 7, nbytes=60))))) == 1
-
-
-@pytest.mark.parametrize("rows", [[], records(7, 8, 9, nbytes=8)])
-def test_what_is_no_record_of_its_own_is_not_compared(rows: list[tuple[int, int, int, int]]) -> None:
-    assert not list(differing_copies(source(replicas(RANKS), rows)))
-
-
-@pytest.mark.parametrize("crcs", [(0, 7, 0), (7, 0, 7)])
-def test_a_checksum_of_zero_is_one_like_any_other(crcs: tuple[int, ...]) -> None:
-    (found,) = differing_copies(source(replicas(RANKS), records(*crcs)))
-    assert found.rank == 1
+@pytest.mark.parametrize(
+    ("shape", "rows", "rank"),
+    [
+        ((), records(7, 7, 9), 2),
+        ((), records(7, 7, 7), None),
+        ((5, 3), records(7, 8, 7, nbytes=60), 1),
+        ((), [], None),
+        ((), records(7, 8, 9, nbytes=8), None),  # no record of its own
+        ((), records(0, 7, 0), 1),  # a checksum like any other
+        ((), records(7, 0, 7), 1),
+    ],
+)
+def test_the_first_rank_that_has_another_copy_is_named(
+    shape: tuple[int, ...], rows: list[tuple[int, int, int, int]], rank: int | None
+) -> None:
+    found = differing_copies(source(replicas(RANKS, *shape), rows))
+    assert [(one.fatal, one.rank) for one in found] == ([] if rank is None else [(True, rank)])
+    assert all(f"rank 0 and of rank {rank}" in one.message for one in found)
 
 
 def test_what_several_parameters_share_is_named_once() -> None:
@@ -155,16 +149,13 @@ def test_replicas_of_shards_are_compared_with_those_of_their_own_rows(
     assert all(f"of rank {ranks[0]} and of rank {ranks[1]}" in problem.message for problem in found if ranks)
 
 
-def test_a_tensor_that_lies_nowhere_has_no_copies() -> None:
+def test_a_tensor_that_lies_nowhere_has_no_copies_and_slices_are_each_ranks_own() -> None:
     nowhere = replicas(RANKS)
     gone = replace(nowhere, chunks=nowhere.chunks.take(np.zeros(RANKS, bool)))
-    assert not list(differing_copies(source(gone, records(7, 7, 9))))
-
-
-def test_slices_are_each_ranks_own() -> None:
-    state = slices([1] * RANKS)
-    rows = [(file, 64 * file, 4, 100 + file) for file in range(RANKS)]
-    assert not list(differing_copies(source(state, rows)))
+    assert not differing_copies(source(gone, records(7, 7, 9)))
+    assert not differing_copies(
+        source(slices([1] * RANKS), [(file, 64 * file, 4, 100 + file) for file in range(RANKS)])
+    )
 
 
 def test_copies_in_another_memory_order_are_not_held_against_each_other() -> None:

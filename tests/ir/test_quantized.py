@@ -10,14 +10,9 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.quantized import Blockwise, joined_states, split_state
 from fsdpckpt.ir.state_parts import StateParts, state_parts
 from fsdpckpt.ir.state_shapes import shown_shapes
-from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.torchao import Blocks
 from fsdpckpt.ir.values import Global
-
-
-def tensor(*shape: int, dtype: str = "float32") -> Tensor:
-    return Tensor(DTYPES[dtype], shape, Chunks.whole(file=0, offset=0, shape=shape))
-
+from tests.ir.checkpoints import tensor
 
 FOUR_BITS = Blocks(
     Global("torchao.optim.subclass_4bit", "OptimState4bit"), DTYPES["float32"], (6, 4), block=8, signed=True
