@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import fsdpckpt
 from fsdpckpt.storage import retry
 from tests.e2e.remote.servers import Proxy, aiohttp_server, nginx, proxy
+from tests.e2e.remote.stores import S3, files_below, lead_to, running_s3
 
 FORMS = ("full.pt", "dcp", "ranks", "weights")
 
@@ -73,35 +73,18 @@ def real_nginx(web_backends: dict[str, str]) -> Iterator[Proxy]:
 
 
 @pytest.fixture(scope="session")
-def s3_backend() -> Iterator[str]:
-    pytest.importorskip("s3fs", reason="s3fs is not installed: S3 was not tested")
-    server = pytest.importorskip("moto.server", reason="moto is not installed: S3 was not tested")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = server.ThreadedMotoServer(port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
-
-
-@pytest.fixture(scope="session")
-def s3_server(s3_backend: str) -> Iterator[Proxy]:
+def s3_server() -> Iterator[S3]:
     """One for all tests: a client of S3 takes a second to make."""
-    with proxy(s3_backend) as state:
+    for package in ("s3fs", "moto.server"):
+        pytest.importorskip(package, reason=f"{package} is not installed: S3 was not tested")
+    with running_s3() as state:
         yield state
 
 
 @pytest.fixture
-def s3(s3_server: Proxy, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def s3(s3_server: S3, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """An S3 server whose bucket ``runs`` holds the files; AWS's own variables lead every client to it."""
-    from s3fs import S3FileSystem
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # so that it is this program's attempts that are counted
-    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    lead_to(s3_server, "s3", monkeypatch)
     _fill(s3_server, files)
     s3_server.seen.clear()
     yield s3_server
@@ -109,22 +92,42 @@ def s3(s3_server: Proxy, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     s3_server.headers.clear()
 
 
-def _fill(s3: Proxy, files: Path) -> None:
+def _fill(s3: S3, files: Path) -> None:
     """Bring the bucket back to what it was."""
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=s3.backend)
-    if not any(bucket["Name"] == "runs" for bucket in client.list_buckets()["Buckets"]):
-        client.create_bucket(Bucket="runs")
-    there = {each["Key"]: each["ETag"] for each in client.list_objects_v2(Bucket="runs").get("Contents", [])}
-    wanted = {str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+    there = {each["Key"]: each["ETag"] for each in s3.client.list_objects_v2(Bucket="runs").get("Contents", [])}
+    wanted = files_below(files)
     for key in there.keys() - wanted.keys():
-        client.delete_object(Bucket="runs", Key=key)
-    for upload in client.list_multipart_uploads(Bucket="runs").get("Uploads", []):
-        client.abort_multipart_upload(Bucket="runs", Key=upload["Key"], UploadId=upload["UploadId"])
+        s3.delete(key)
+    s3.abort_uploads()
     for key, data in wanted.items():
         if there.get(key) != f'"{hashlib.md5(data).hexdigest()}"':
-            client.put_object(Bucket="runs", Key=key, Body=data)
+            s3.put(key, data)
+
+
+@pytest.fixture
+def staging(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where outputs are put together and what goes up is noted; empty again after every run that succeeded."""
+    path = tmp_path_factory.mktemp("staging")
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_staging(request: pytest.FixtureRequest) -> None:
+    """No test that writes to a store leaves anything in the machine's own place for temporary files."""
+    if not {"s3", "store", "hub", "large"}.isdisjoint(request.fixturenames):
+        request.getfixturevalue("staging")
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five parts as one object. The middle tensor lies in what both of two workers send, and its checksum before it."""
+    path = tmp_path_factory.mktemp("large") / "large.pt"
+    torch.manual_seed(2)
+    state = {"model": {"first": torch.randn(1003), "weight": torch.randn(1157, 4099), "last": torch.randn(501, 1009)}}
+    torch.save(state, path)
+    return path
 
 
 @pytest.fixture(autouse=True)

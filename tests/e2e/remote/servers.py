@@ -15,7 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.e2e.distributed.processes import free_port
 
 NGINX = """
 {user}
@@ -34,12 +37,6 @@ http {{
   }}
 }}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def await_port(port: int, seconds: float = 60.0) -> None:
@@ -140,10 +137,29 @@ class Proxy:
     def sent(self) -> int:
         return sum(each.sent for each in self.seen)
 
+    def changes(self) -> list[tuple[str, str]]:
+        """The method of each request that changes something, and the last name of its path."""
+        return [(each.method, each.path.rpartition("/")[2]) for each in self.seen if each.method in ("PUT", "DELETE")]
+
+    @contextmanager
+    def faulty(self, fault: Fault) -> Iterator[None]:
+        """``fault`` decides meanwhile; afterwards ``seen`` has what came since."""
+        self.fault = fault
+        try:
+            yield
+        finally:
+            self.fault = None
+            self.seen.clear()
+
+
+def answers(answer: str, method: str, end: str = "") -> Fault:
+    """The fault that every request of this kind meets for a path that ends so."""
+    return lambda asked, path, begin: answer if asked == method and path.endswith(end) else None
+
 
 @contextmanager
-def proxy(backend: str) -> Iterator[Proxy]:
-    """Stands before ``backend`` and passes on what ``Proxy.fault`` lets through."""
+def proxy(backend: str, kind: type[Proxy] = Proxy) -> Iterator[Any]:
+    """A ``kind`` of Proxy, which stands before ``backend`` and passes on what ``Proxy.fault`` lets through."""
     target = urlsplit(backend)
 
     class Handler(BaseHTTPRequestHandler):
@@ -224,7 +240,7 @@ def proxy(backend: str) -> Iterator[Proxy]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that went away
-    state = Proxy(f"http://127.0.0.1:{server.server_address[1]}", backend)
+    state = kind(f"http://127.0.0.1:{server.server_address[1]}", backend)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:

@@ -9,6 +9,7 @@ import pytest
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.remote_store import RemoteStore
 from tests.e2e.remote.servers import Proxy
+from tests.e2e.remote.stores import S3
 from tests.storage.byte_source_contract import NamedByteSourceContract
 
 
@@ -33,5 +34,5 @@ class TestWebServer(_Remote):
 
 class TestS3(_Remote):
     @pytest.fixture
-    def root(self, s3: Proxy) -> str:
+    def root(self, s3: S3) -> str:
         return "s3://runs"

@@ -13,23 +13,20 @@ from fsdpckpt.errors import SourceCorruptError, SourceMissingError, TargetExists
 from fsdpckpt.storage.hub import hub_target_kind
 from fsdpckpt.storage.upload import UploadOptions
 from tests.e2e.remote.hub import BUCKET, REPOSITORY, Hub, serve_hub
+from tests.e2e.remote.stores import files_below
 
 MODEL, RUNS = f"hf://{REPOSITORY}", f"hf://buckets/{BUCKET}"
 
 
 @pytest.fixture
-def hub(files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def hub(files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The repository and the bucket hold ``files``, which is left as it is."""
     hugging_face = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-    (tmp_path / "staging").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "staging"))
     with serve_hub() as state:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": state.url, "token": False})
         hugging_face.HfFileSystem.clear_instance_cache()
-        for path in files.rglob("*"):
-            if path.is_file():
-                state.files[path.relative_to(files).as_posix()] = path.read_bytes()
+        state.files.update(files_below(files))
         state.bucket.update(state.files)
         yield state
         hugging_face.HfFileSystem.clear_instance_cache()
@@ -67,13 +64,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(hub: Hub, files: Path, 
         fsdpckpt.convert(f"{MODEL}/full.pt", tmp_path / "out.pt")
 
 
-def test_a_directory_appears_with_one_commit(hub: Hub, files: Path, tmp_path: Path) -> None:
+def test_a_directory_appears_with_one_commit(hub: Hub, files: Path, tmp_path: Path, staging: Path) -> None:
     fsdpckpt.convert(files / "full.pt", tmp_path / "here", to="sharded", world_size=2)
     fsdpckpt.convert(f"{MODEL}/full.pt", f"{MODEL}/new/step-3", to="sharded", world_size=2, verify="full")
     names = sorted(path.name for path in (tmp_path / "here").iterdir())
     assert hub.commits == [[f"new/step-3/{name}" for name in names]]
     assert hub.files["new/step-3/__1_0.distcp"] == (tmp_path / "here" / "__1_0.distcp").read_bytes()
-    assert list((tmp_path / "staging").iterdir()) == []
+    assert list(staging.iterdir()) == []
 
 
 def test_an_older_one_goes_with_the_commit_that_brings_the_new_one(hub: Hub, files: Path) -> None:
@@ -104,7 +101,7 @@ def test_a_repository_that_is_not_there_is_an_error_before_anything_is_read(hub:
 
 
 def test_files_that_are_not_sent_in_one_commit_take_no_second_copy_on_the_disk(
-    hub: Hub, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    hub: Hub, files: Path, staging: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As several workers send them, and to a bucket, which this server does not write to."""
     filesystem, root = fsspec.core.url_to_fs(f"{MODEL}/apart")
@@ -119,6 +116,6 @@ def test_files_that_are_not_sent_in_one_commit_take_no_second_copy_on_the_disk(
     assert hub.files["apart/b.pt"] == (files / "twin.pt").read_bytes()
     with pytest.raises(TargetUnwritableError, match="uploading it failed"):
         fsdpckpt.convert(files / "full.pt", f"{RUNS}/out.pt")
-    left = [path.name for path in (tmp_path / "staging").iterdir()]
+    left = [path.name for path in staging.iterdir()]
     assert not [name for name in left if not name.startswith("fsdpckpt-")], left
     assert "Upload" not in capfd.readouterr().err

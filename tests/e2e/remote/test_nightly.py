@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fsdpckpt
-from tests.e2e.remote.servers import Proxy
+from tests.e2e.remote.stores import S3
 from tests.recipes.runner import run_action
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: the recipes were not tested")
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 ACTION = yaml.safe_load((ROOT / "docs" / "recipes" / "action.yml").read_text())
 
 
-def test_the_action_needs_no_disk_for_s3(s3: Proxy, files: Path, tmp_path: Path) -> None:
+def test_the_action_needs_no_disk_for_s3(s3: S3, files: Path, tmp_path: Path) -> None:
     program = tmp_path / "bin" / "fsdpckpt"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fsdpckpt "$@"\n')

@@ -16,33 +16,23 @@ from fsdpckpt.errors import (
     SourceError,
     SourceUnsupportedError,
     TargetExistsError,
-    TargetUnwritableError,
 )
 from fsdpckpt.storage import retry
 from fsdpckpt.storage.remote_store import RemoteStore
 from tests.e2e.remote.servers import Proxy
+from tests.e2e.remote.stores import S3
 
 ODD = "a b+c%41 ü#1&x=y"  # what URLs escape, or give a meaning
 
 
-@pytest.fixture(autouse=True)
-def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "staging"
-    path.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(path))
-    return path
-
-
-def client(s3: Proxy):  # type: ignore[no-untyped-def]
-    import boto3
-
-    return boto3.client("s3", endpoint_url=s3.backend)
-
-
-@pytest.mark.parametrize("answer", ["403 AccessDenied", "400 ExpiredToken", "403 SignatureDoesNotMatch"])
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [("s3", "403 AccessDenied"), ("s3", "400 ExpiredToken"), ("s3", "403 SignatureDoesNotMatch"), ("web", "403")],
+)
 def test_credentials_that_end_in_the_middle_of_reading_are_named_and_not_tried_again(
-    answer: str, s3: Proxy, tmp_path: Path
+    kind: str, answer: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    state: Proxy = request.getfixturevalue(kind)
     refused: list[int] = []
 
     def refuse(method: str, path: str, begin: int | None) -> str | None:
@@ -51,49 +41,20 @@ def test_credentials_that_end_in_the_middle_of_reading_are_named_and_not_tried_a
         refused.append(begin)
         return answer
 
-    s3.fault = refuse
-    with pytest.raises(SourceError, match=r"s3://runs/full.pt may not be read") as caught:
-        fsdpckpt.convert("s3://runs/full.pt", tmp_path / "out.pt")
+    state.fault = refuse
+    url = f"{'s3://runs' if kind == 's3' else state.url}/full.pt"
+    with pytest.raises(SourceError, match=f"{url} may not be read") as caught:
+        fsdpckpt.convert(url, tmp_path / "out.pt")
     assert caught.value.exit_code == 3
     assert "credentials" in str(caught.value.why)
-    assert len(refused) == len(set(refused)), "asked again"
+    assert refused and len(refused) == len(set(refused)), "asked again"
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_web_server_that_forbids_in_the_middle_is_not_asked_again(web: Proxy, tmp_path: Path) -> None:
-    refused: list[int] = []
-
-    def refuse(method: str, path: str, begin: int | None) -> str | None:
-        if begin is None or begin < 500_000:
-            return None
-        refused.append(begin)
-        return "403"
-
-    web.fault = refuse
-    with pytest.raises(SourceError, match="may not be read"):
-        fsdpckpt.convert(f"{web.url}/full.pt", tmp_path / "out.pt")
-    assert len(refused) == len(set(refused))
-
-
-def test_credentials_that_end_in_the_middle_of_an_upload_leave_it_to_be_resumed(s3: Proxy, files: Path) -> None:
-    s3.fault = lambda method, path, begin: (
-        "400 ExpiredToken" if method == "PUT" and path.endswith("__1_0.distcp") else None
-    )
-    with pytest.raises(TargetUnwritableError) as caught:
-        fsdpckpt.convert(files / "full.pt", "s3://runs/expired", to="sharded", world_size=2)
-    assert "credentials" in str(caught.value.why)
-    assert "uploads what is missing" in str(caught.value.next_steps)
-    assert s3.count("PUT", part="__1_0.distcp") == 1, "tried again"
-    s3.fault = None
-    fsdpckpt.convert(files / "full.pt", "s3://runs/expired", to="sharded", world_size=2)
-    assert fsdpckpt.diff("s3://runs/expired", files / "full.pt").same
-
-
-def test_names_that_urls_escape_are_read_and_written(s3: Proxy, files: Path) -> None:
+def test_names_that_urls_escape_are_read_and_written(s3: S3, files: Path) -> None:
     url = f"s3://runs/{ODD}/step 1"
     fsdpckpt.convert(files / "full.pt", url, to="sharded", container="torch", world_size=2, buffers="none")
-    found = client(s3).list_objects_v2(Bucket="runs", Prefix=f"{ODD}/")["Contents"]
-    assert f"{ODD}/step 1/model_world_size_2_rank_1.pt" in {each["Key"] for each in found}
+    assert f"{ODD}/step 1/model_world_size_2_rank_1.pt" in s3.names(f"{ODD}/")
     assert fsdpckpt.diff(url, files / "full.pt").same
     fsdpckpt.convert(url, f"s3://runs/{ODD}/{ODD}.pt", verify="full")
     assert fsdpckpt.diff(f"s3://runs/{ODD}/{ODD}.pt", files / "full.pt").same
@@ -136,7 +97,7 @@ def test_a_redirected_file_is_read_from_where_it_is(web: Proxy, files: Path) -> 
     assert fsdpckpt.diff(f"{web.url}/full.pt", files / "full.pt").same
 
 
-def test_a_bucket_of_another_region_is_an_error_that_says_so(s3: Proxy) -> None:
+def test_a_bucket_of_another_region_is_an_error_that_says_so(s3: S3) -> None:
     s3.fault = lambda method, path, begin: "301 PermanentRedirect"
     s3.seen.clear()
     with pytest.raises(SourceError, match="another region") as caught:
@@ -146,21 +107,19 @@ def test_a_bucket_of_another_region_is_an_error_that_says_so(s3: Proxy) -> None:
     assert "AWS_DEFAULT_REGION" in str(caught.value.next_step)
 
 
-def test_a_list_that_comes_in_pages_is_read_to_its_end(s3: Proxy, files: Path) -> None:
+def test_a_list_that_comes_in_pages_is_read_to_its_end(s3: S3, files: Path) -> None:
     s3.query = "&max-keys=2"
     assert fsdpckpt.diff("s3://runs/ranks", files / "full.pt").same
     assert sum("continuation-token" in each.query for each in s3.seen) > 0
     fsdpckpt.convert(files / "twin.pt", "s3://runs/dcp", to="sharded", world_size=5, overwrite=True)
     fsdpckpt.convert(files / "twin.pt", "s3://runs/dcp", to="sharded", world_size=1, overwrite=True)
     s3.query = ""
-    left = {each["Key"] for each in client(s3).list_objects_v2(Bucket="runs", Prefix="dcp/")["Contents"]}
-    assert left == {"dcp/.metadata", "dcp/__0_0.distcp", "dcp/fsdpckpt.json"}
+    assert s3.names("dcp/") == {"dcp/.metadata", "dcp/__0_0.distcp", "dcp/fsdpckpt.json"}
 
 
-def test_objects_that_stand_for_directories_are_none_of_a_checkpoint(s3: Proxy, files: Path) -> None:
-    s3_client = client(s3)
+def test_objects_that_stand_for_directories_are_none_of_a_checkpoint(s3: S3, files: Path) -> None:
     for key in ("marked/", "marked/below/", "ranks/", "ranks/sub/"):
-        s3_client.put_object(Bucket="runs", Key=key, Body=b"")
+        s3.put(key, b"")
     assert fsdpckpt.diff("s3://runs/ranks", files / "full.pt").same
     fsdpckpt.convert("s3://runs/ranks", "s3://runs/marked", to="sharded", world_size=2)
     assert fsdpckpt.diff("s3://runs/marked", files / "full.pt").same
@@ -168,27 +127,25 @@ def test_objects_that_stand_for_directories_are_none_of_a_checkpoint(s3: Proxy, 
         fsdpckpt.convert("s3://runs/ranks", "s3://runs/marked", to="sharded", world_size=2)
 
 
-def test_an_object_without_bytes_is_no_checkpoint_and_no_crash(s3: Proxy, files: Path) -> None:
-    s3_client = client(s3)
-    s3_client.put_object(Bucket="runs", Key="empty.pt", Body=b"")
+def test_an_object_without_bytes_is_no_checkpoint_and_no_crash(s3: S3, files: Path) -> None:
+    s3.put("empty.pt", b"")
     with pytest.raises(SourceError):
         fsdpckpt.inspect("s3://runs/empty.pt")
-    s3_client.put_object(Bucket="runs", Key="dcp/__1_0.distcp", Body=b"")
+    s3.put("dcp/__1_0.distcp", b"")
     with pytest.raises(SourceError, match=r"__1_0\.distcp"):
         fsdpckpt.convert("s3://runs/dcp", "s3://runs/never.pt")
-    s3_client.put_object(Bucket="runs", Key="ranks/empty", Body=b"")
+    s3.put("ranks/empty", b"")
     assert fsdpckpt.diff("s3://runs/ranks", files / "full.pt").same
 
 
-def test_a_server_that_compresses_although_it_was_asked_not_to_is_refused(web: Proxy) -> None:
-    web.answer_headers["content-encoding"] = "gzip"
-    with pytest.raises(SourceUnsupportedError, match="compress"):
-        fsdpckpt.inspect(f"{web.url}/full.pt")
+@pytest.mark.parametrize("begins", [-1, 500_000])
+def test_a_server_that_compresses_although_it_was_asked_not_to_is_refused(
+    begins: int, web: Proxy, tmp_path: Path
+) -> None:
+    """From the first answer on, and in the middle."""
 
-
-def test_a_server_that_begins_to_compress_in_the_middle_is_refused(web: Proxy, tmp_path: Path) -> None:
     def compress(method: str, path: str, begin: int | None) -> None:
-        if begin and begin > 500_000:
+        if (begin or 0) > begins:
             web.answer_headers["content-encoding"] = "gzip"
 
     web.fault = compress

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import fsdpckpt
+from fsdpckpt.converters import check
 from fsdpckpt.errors import (
     SourceCorruptError,
     SourceError,
@@ -23,8 +24,8 @@ from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage import remote_file, retry
 from fsdpckpt.storage.sources import Sources
 from tests.cli.conftest import Run, run
-from tests.e2e.remote.conftest import FORMS
 from tests.e2e.remote.servers import Proxy
+from tests.e2e.remote.stores import S3
 from tests.oracle.compare import identical
 
 __all__ = ["run"]
@@ -52,24 +53,12 @@ def assert_the_same(url: str, path: Path, twin: Path) -> None:
         assert identical(remote_open["0.weight"].torch(), local_open["0.weight"].torch())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_store_holds_what_a_disk_holds(form: str, s3: Proxy, files: Path) -> None:
-    assert_the_same(f"s3://runs/{form}", files / form, files / "twin.pt")
-
-
 def test_web_servers_hold_what_a_disk_holds(web: Proxy, real_nginx: Proxy, files: Path) -> None:
     assert_the_same(f"{web.url}/ranks", files / "ranks", files / "twin.pt")
     assert_the_same(f"{real_nginx.url}/indexed/dcp", files / "dcp", files / "twin.pt")
 
 
-def test_a_conversion_from_a_store_writes_the_bytes_of_one_from_a_disk(s3: Proxy, files: Path, tmp_path: Path) -> None:
-    for source, target in (("s3://runs/ranks", "a"), (files / "ranks", "b")):
-        fsdpckpt.convert(source, tmp_path / target, to="sharded", container="dcp", world_size=3, verify="full")
-    for name in ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def test_a_conversion_fetches_the_data_once_and_little_else(
+def test_a_conversion_writes_the_bytes_of_one_from_a_disk_and_fetches_the_data_once_and_little_else(
     place: tuple[Proxy, str], files: Path, tmp_path: Path
 ) -> None:
     state, base = place
@@ -77,6 +66,10 @@ def test_a_conversion_fetches_the_data_once_and_little_else(
     assert state.sent() < 1.15 * (files / "full.pt").stat().st_size + 100_000
     assert report.bytes_read > 1_000_000
     assert len(state.seen) < 40
+    for source, target in ((f"{base}/ranks", "a"), (files / "ranks", "b")):
+        fsdpckpt.convert(source, tmp_path / target, to="sharded", container="dcp", world_size=3, verify="full")
+    for name in ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_looking_at_a_checkpoint_fetches_no_tensor_data(place: tuple[Proxy, str]) -> None:
@@ -184,12 +177,6 @@ def test_what_is_not_there_is_asked_for_once(web: Proxy, run: Run) -> None:
     assert web.count(part="/nothing.pt") <= 8  # the name, and what a directory of that name would hold
 
 
-def test_a_missing_bucket_is_named(s3: Proxy, run: Run) -> None:
-    done = run("inspect", "s3://no-such-bucket/step-1")
-    assert done.code == 3
-    assert "s3://no-such-bucket/step-1" in done.err
-
-
 def test_a_server_without_ranges_is_refused_before_anything_is_downloaded(
     real_nginx: Proxy, files: Path, tmp_path: Path
 ) -> None:
@@ -199,16 +186,13 @@ def test_a_server_without_ranges_is_refused_before_anything_is_downloaded(
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_dcp_directory_needs_no_index_page_since_its_metadata_names_the_files(
+def test_a_directory_needs_no_index_page_where_metadata_or_this_program_names_the_files(
     real_nginx: Proxy, files: Path, tmp_path: Path
 ) -> None:
+    for form in ("dcp", "ranks", "weights"):
+        assert fsdpckpt.diff(f"{real_nginx.url}/{form}", files / form).same
     fsdpckpt.convert(f"{real_nginx.url}/dcp", tmp_path / "out.pt")
     assert fsdpckpt.diff(tmp_path / "out.pt", files / "dcp").same
-
-
-def test_what_this_program_wrote_needs_no_index_page_either(real_nginx: Proxy, files: Path, tmp_path: Path) -> None:
-    for form in ("ranks", "weights"):
-        assert fsdpckpt.diff(f"{real_nginx.url}/{form}", files / form).same
 
 
 def test_a_directory_that_nobody_lists_says_what_to_give_instead(real_nginx: Proxy, files: Path) -> None:
@@ -220,10 +204,7 @@ def test_a_directory_that_nobody_lists_says_what_to_give_instead(real_nginx: Pro
     assert "URL of one file" in caught.value.next_step
 
 
-def test_an_object_that_is_replaced_while_it_is_read_is_refused(s3: Proxy, files: Path, tmp_path: Path) -> None:
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=s3.backend)
+def test_an_object_that_is_replaced_while_it_is_read_is_refused(s3: S3, files: Path, tmp_path: Path) -> None:
     twin = (files / "twin.pt").read_bytes()
     assert len(twin) == (files / "full.pt").stat().st_size
     replaced: list[int] = []
@@ -231,7 +212,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(s3: Proxy, files
     def replace(method: str, path: str, begin: int | None) -> None:
         if begin and begin > 500_000 and not replaced:
             replaced.append(s3.count("HEAD"))
-            client.put_object(Bucket="runs", Key="full.pt", Body=twin)
+            s3.put("full.pt", twin)
 
     s3.fault = replace
     with pytest.raises(SourceCorruptError, match="changed while it was read"):
@@ -241,17 +222,12 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(s3: Proxy, files
 
 
 def test_an_object_that_is_replaced_behind_the_last_read_is_refused_too(
-    s3: Proxy, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import boto3
-
-    from fsdpckpt.converters import check
-
-    client = boto3.client("s3", endpoint_url=s3.backend)
     run = check.OutputCheck.run
 
     def replaced(output: check.OutputCheck) -> dict[str, str]:
-        client.put_object(Bucket="runs", Key="full.pt", Body=(files / "twin.pt").read_bytes())
+        s3.put("full.pt", (files / "twin.pt").read_bytes())
         return run(output)
 
     monkeypatch.setattr(check.OutputCheck, "run", replaced)
@@ -260,34 +236,26 @@ def test_an_object_that_is_replaced_behind_the_last_read_is_refused_too(
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_missing_object_of_a_set_is_named(s3: Proxy, tmp_path: Path) -> None:
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=s3.backend)
-    client.delete_object(Bucket="runs", Key="dcp/__1_0.distcp")
+def test_a_missing_object_of_a_set_is_named(s3: S3, tmp_path: Path) -> None:
+    s3.delete("dcp/__1_0.distcp")
     with pytest.raises(SourceError) as caught:
         fsdpckpt.inspect("s3://runs/dcp")
     assert "__1_0.distcp" in str(caught.value)
-    client.delete_object(Bucket="runs", Key="full.pt")
+    s3.delete("full.pt")
     with pytest.raises(SourceMissingError):
         fsdpckpt.inspect("s3://runs/full.pt")
 
 
-def test_units_are_inferred_and_written_from_a_url(place: tuple[Proxy, str], tmp_path: Path, run: Run) -> None:
-    _, base = place
-    units = tmp_path / "units.json"
-    done = run(
-        *("units", "--from", f"{base}/full.pt", "--unit", "none", "--use-orig-params", "--buffers", "none", "-o", units)
-    )
+def test_the_command_line_takes_urls(place: tuple[Proxy, str], tmp_path: Path, run: Run) -> None:
+    base, units = place[1], tmp_path / "units.json"
+    made = ("--unit", "none", "--use-orig-params", "--buffers", "none", "-o", units)
+    done = run("units", "--from", f"{base}/full.pt", *made)
     assert done.code == 0, done.err
     assert "0.weight" in units.read_text()
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_the_command_line_takes_urls(command: str, place: tuple[Proxy, str], run: Run) -> None:
-    done = run(command, f"{place[1]}/dcp", "--json", "--quiet")
-    assert done.code == 0, done.err
-    assert json.loads(done.out)
+    for command in ("inspect", "verify"):
+        done = run(command, f"{base}/dcp", "--json", "--quiet")
+        assert done.code == 0, done.err
+        assert json.loads(done.out)
 
 
 @pytest.mark.parametrize(

@@ -1,311 +1,445 @@
-"""A DST in an object store appears complete or not at all, though a store has no rename."""
+"""What is written to S3, mostly sent while it is assembled: interrupted, continued, replaced, and taken over meanwhile.
+
+What holds for every store is in ``test_stores``.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
-import torch
 
 import fsdpckpt
+from fsdpckpt.cli.convert import done_lines
 from fsdpckpt.errors import (
+    SourceCorruptError,
     SourceIncompleteError,
+    TargetError,
     TargetExistsError,
     TargetUnwritableError,
     UsageError,
 )
+from fsdpckpt.storage import UPLOADING
 from tests.cli.conftest import Run, run
-from tests.e2e.remote.servers import Proxy
-from tests.e2e.remote.stopping import StoppedUpload
+from tests.e2e.remote.servers import answers
+from tests.e2e.remote.stores import S3, files_below
 
 __all__ = ["run"]
 
+DCP: dict[str, Any] = {"to": "sharded", "world_size": 3, "threads": 1}
+LAST = answers("503", "PUT", "__2_0.distcp")  # the last object of data in DCP
+STAGED = pytest.mark.parametrize("staged", [False, True])
 
-@pytest.fixture(autouse=True)
-def staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where outputs are put together; empty again after every run that succeeded."""
-    path = tmp_path / "staging"
-    path.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(path))
-    yield path
+pytestmark = pytest.mark.usefixtures("staging")
 
 
-@pytest.fixture(scope="session")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """More than two parts of an upload."""
-    path = tmp_path_factory.mktemp("large") / "large.pt"
-    torch.manual_seed(5)
-    torch.save({"model": {"weight": torch.randn(1537, 3001)}}, path)
-    return path
+def damaged(path: Path) -> bytes:
+    """A file in which one bit of a tensor is wrong."""
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    return bytes(data)
 
 
-def client(s3: Proxy):  # type: ignore[no-untyped-def]
-    import boto3
-
-    return boto3.client("s3", endpoint_url=s3.backend)
-
-
-def keys(s3: Proxy, prefix: str) -> set[str]:
-    found = client(s3).list_objects_v2(Bucket="runs", Prefix=prefix).get("Contents", [])
-    return {each["Key"] for each in found}
+def sent(s3: S3) -> list[int]:
+    """How often each file of ``DCP`` went up."""
+    return [s3.count("PUT", part=f"__{rank}_0.distcp") for rank in range(3)]
 
 
-def content(s3: Proxy, key: str) -> bytes:
-    body: bytes = client(s3).get_object(Bucket="runs", Key=key)["Body"].read()
-    return body
+def messages(report: Any, kind: str) -> list[str]:
+    return [note.message for note in report.notes if note.kind == kind]
 
 
-def parts_left(s3: Proxy) -> list[object]:
-    uploads: list[object] = client(s3).list_multipart_uploads(Bucket="runs").get("Uploads", [])
-    return uploads
-
-
-def test_a_directory_in_a_store_holds_the_bytes_of_one_on_a_disk(
-    s3: Proxy, files: Path, tmp_path: Path, staging: Path
-) -> None:
-    for target in ("s3://runs/new/step-3", tmp_path / "here"):
-        fsdpckpt.convert(files / "full.pt", target, to="sharded", world_size=2, verify="full")
-    names = {f"new/step-3/{path.name}" for path in (tmp_path / "here").iterdir()}
-    assert keys(s3, "new/") == names
-    for path in (tmp_path / "here").iterdir():
-        assert content(s3, f"new/step-3/{path.name}") == path.read_bytes()
-    assert list(staging.iterdir()) == []
-    order = [(each.method, each.path.rpartition("/")[2]) for each in s3.seen if each.method in ("PUT", "DELETE")]
-    assert order[0] == ("PUT", "fsdpckpt.uploading")
-    assert order[-3:] == [("PUT", "fsdpckpt.json"), ("PUT", ".metadata"), ("DELETE", "fsdpckpt.uploading")]
-
-
-def test_from_store_to_store(s3: Proxy, files: Path) -> None:
-    fsdpckpt.convert("s3://runs/dcp", "s3://runs/again.pt", to="full")
-    assert fsdpckpt.diff("s3://runs/again.pt", files / "dcp").same
-
-
-def test_a_large_file_goes_up_in_parts(s3: Proxy, large: Path, tmp_path: Path) -> None:
-    fsdpckpt.convert(large, "s3://runs/large.pt", verify="full")
-    assert s3.count("PUT", part="fsdpckpt-staging/large.pt") == 4
+def test_a_large_file_goes_up_in_parts(s3: S3, large: Path) -> None:
+    fsdpckpt.convert(large, "s3://runs/large.pt")
+    assert s3.count("PUT", part="fsdpckpt-staging/large.pt") == 5
     assert s3.count("PUT", part="runs/large.pt") == 1  # the store moves it into place
-    fsdpckpt.convert(large, tmp_path / "large.pt")
-    assert content(s3, "large.pt") == (tmp_path / "large.pt").read_bytes()
-    assert parts_left(s3) == []
+    assert s3.unfinished() == []
 
 
-def test_full_verification_reads_back_what_arrived(s3: Proxy, files: Path) -> None:
-    s3.fault = lambda method, path, begin: "flip" if method == "PUT" and path.endswith(".pt") else None
+def test_full_verification_reads_back_what_arrived(s3: S3, files: Path) -> None:
+    s3.fault = answers("flip", "PUT", ".pt")
     with pytest.raises(TargetUnwritableError, match="is not what was written to it"):
         fsdpckpt.convert(files / "full.pt", "s3://runs/flipped.pt", verify="full")
 
 
-def test_a_failed_upload_whose_parts_cannot_be_removed_says_why_it_failed(s3: Proxy, large: Path) -> None:
-    answers = {"PUT": "400 ExpiredToken", "DELETE": "403 AccessDenied"}
-    s3.fault = lambda method, path, begin: answers.get(method) if path.endswith("refused.pt") else None
-    with pytest.raises(TargetUnwritableError, match=r"uploading part \d failed"):
+def test_a_failed_upload_whose_parts_cannot_be_removed_says_why_it_failed(s3: S3, large: Path) -> None:
+    refusals = {"PUT": "400 ExpiredToken", "DELETE": "403 AccessDenied"}
+    s3.fault = lambda method, path, begin: refusals.get(method) if path.endswith("refused.pt") else None
+    with pytest.raises(TargetUnwritableError, match=r"uploading part \d failed") as caught:
         fsdpckpt.convert(large, "s3://runs/refused.pt")
     s3.fault = None
+    assert "s3://runs/.refused.pt.fsdpckpt-staging/refused.pt" in caught.value.text
     assert s3.count("DELETE", part="refused.pt") > 0
     fsdpckpt.convert(large, "s3://runs/refused.pt")
-    assert client(s3).list_multipart_uploads(Bucket="runs").get("Uploads", []) == []
+    assert s3.unfinished() == []
 
 
 def test_stores_of_another_kind_are_streamed_to(large: Path) -> None:
-    import fsspec
-
     fsdpckpt.convert(large, "memory://streamed/large.pt", verify="full")
     assert fsdpckpt.diff("memory://streamed/large.pt", large).same
     fsspec.filesystem("memory").rm("/streamed", recursive=True)
 
 
-def test_an_upload_that_breaks_leaves_the_older_object_and_no_parts(
-    s3: Proxy, large: Path, files: Path, run: Run
-) -> None:
-    older = (files / "twin.pt").read_bytes()
-    client(s3).put_object(Bucket="runs", Key="large.pt", Body=older)
-    s3.fault = lambda method, path, begin: "500" if method == "PUT" and "large.pt" in path else None
-    done = run("convert", large, "s3://runs/large.pt", "--overwrite")
-    assert done.code == 5, done.err
-    assert "s3://runs/.large.pt.fsdpckpt-staging/large.pt" in done.err
-    assert "run the command again" in done.err
-    assert content(s3, "large.pt") == older
-    assert parts_left(s3) == []
-
-
-def test_an_upload_that_is_stopped_leaves_no_parts(s3: Proxy, large: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fsdpckpt.convert(large, "s3://runs/large.pt", progress=StoppedUpload("copy"))
-    assert keys(s3, "large.pt") == set()
-    assert parts_left(s3) == []
-
-
-@pytest.mark.parametrize("last", [".metadata", "__1_0.distcp"])
-def test_a_directory_whose_upload_broke_is_refused_by_readers_until_it_is_resumed(
-    last: str, s3: Proxy, files: Path, staging: Path, tmp_path: Path
-) -> None:
-    s3.fault = lambda method, path, begin: "503" if method == "PUT" and path.endswith(last) else None
-    with pytest.raises(TargetUnwritableError):
-        fsdpckpt.convert(files / "full.pt", "s3://runs/broken", to="sharded", world_size=2)
-    s3.fault = None
-    assert "broken/.metadata" not in keys(s3, "broken")
-    with pytest.raises(SourceIncompleteError, match="uploaded"):
-        fsdpckpt.inspect("s3://runs/broken")
-    with pytest.raises(TargetExistsError, match="was not completed"):
-        fsdpckpt.convert(
-            files / "full.pt", "s3://runs/broken", to="sharded", world_size=2, staging=tmp_path / "of another machine"
-        )
-    s3.seen.clear()
-    fsdpckpt.convert(files / "full.pt", "s3://runs/broken", to="sharded", world_size=2)
-    assert fsdpckpt.diff("s3://runs/broken", files / "full.pt").same
-    assert s3.count("PUT", part="__0_0.distcp") == 0  # it was there already
-    assert s3.count("PUT", part=last) == 1
-    assert list(staging.iterdir()) == []
-
-
-def test_what_was_uploaded_before_is_sent_again_when_the_store_has_something_else(s3: Proxy, files: Path) -> None:
-    s3.fault = lambda method, path, begin: "503" if method == "PUT" and path.endswith(".metadata") else None
-    with pytest.raises(TargetUnwritableError):
-        fsdpckpt.convert(files / "full.pt", "s3://runs/broken", to="sharded", world_size=2)
-    s3.fault = None
-    size = len(content(s3, "broken/__0_0.distcp"))
-    client(s3).put_object(Bucket="runs", Key="broken/__0_0.distcp", Body=os.urandom(size))
-    fsdpckpt.convert(files / "full.pt", "s3://runs/broken", to="sharded", world_size=2, resume=True)
-    assert fsdpckpt.diff("s3://runs/broken", files / "full.pt").same
-
-
-SHARDED = {"to": "sharded", "world_size": 2}
-
-
-@pytest.mark.parametrize(("target", "options"), [("again", SHARDED), ("again.pt", {}), ("again.safetensors", {})])
+@pytest.mark.parametrize(
+    ("target", "options"), [("again", {"to": "sharded", "world_size": 2}), ("again.pt", {}), ("again.safetensors", {})]
+)
 def test_a_complete_target_is_compared_and_accepted_by_resume(
-    target: str, options: dict[str, object], s3: Proxy, files: Path, staging: Path
+    target: str, options: dict[str, Any], s3: S3, files: Path, staging: Path
 ) -> None:
     url = f"s3://runs/{target}"
-    fsdpckpt.convert(files / "full.pt", url, **options)  # type: ignore[arg-type]
-    before = {key: content(s3, key) for key in keys(s3, "again")}
+    fsdpckpt.convert(files / "full.pt", url, **options)
+    before = {key: s3.content(key) for key in s3.names("again")}
     s3.seen.clear()
-    report = fsdpckpt.convert(files / "full.pt", url, resume=True, **options)  # type: ignore[arg-type]
-    assert [note.message for note in report.notes if note.kind == "resumed"] == [
-        f"{url} was already complete: every byte was compared, nothing was uploaded"
-    ]
+    report = fsdpckpt.convert(files / "full.pt", url, resume=True, **options)
+    assert messages(report, "resumed") == [f"{url} was already complete: every byte was compared, nothing was uploaded"]
     assert [each.method for each in s3.seen if each.method not in ("GET", "HEAD")] == []
-    assert {key: content(s3, key) for key in keys(s3, "again")} == before
+    assert {key: s3.content(key) for key in s3.names("again")} == before
     assert list(staging.iterdir()) == []
     with pytest.raises(TargetExistsError, match="exists"):
-        fsdpckpt.convert(files / "full.pt", url, **options)  # type: ignore[arg-type]
+        fsdpckpt.convert(files / "full.pt", url, **options)
 
 
 @pytest.mark.parametrize("change", ["a byte", "a length", "a missing object", "another checkpoint"])
-def test_a_target_that_is_something_else_is_not_accepted_by_resume(change: str, s3: Proxy, files: Path) -> None:
+def test_a_target_that_is_something_else_is_not_accepted_by_resume(change: str, s3: S3, files: Path) -> None:
     fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
     key = "again/__1_0.distcp"
-    data = bytearray(content(s3, key))
+    data = bytearray(s3.content(key))
     if change == "a byte":
         data[len(data) // 2] ^= 1
     elif change == "a length":
         data += b"x"
     if change == "a missing object":
-        client(s3).delete_object(Bucket="runs", Key=key)
+        s3.delete(key)
     else:
-        client(s3).put_object(Bucket="runs", Key=key, Body=bytes(data))
-    before = keys(s3, "again")
+        s3.put(key, bytes(data))
+    before = s3.names("again")
     source = files / ("twin.pt" if change == "another checkpoint" else "full.pt")
     with pytest.raises(TargetExistsError, match="is not what this command writes"):
         fsdpckpt.convert(source, "s3://runs/again", to="sharded", world_size=2, resume=True)
-    assert keys(s3, "again") == before
+    assert s3.names("again") == before
 
 
 def test_a_run_that_was_killed_behind_its_upload_is_known_to_be_complete(
-    s3: Proxy, files: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3, files: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("fsdpckpt.converters.output.spool.Spool.remove", lambda _: None)  # as if it never ran
         fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
     assert list(staging.iterdir()) != []
     report = fsdpckpt.convert(files / "full.pt", "s3://runs/again", to="sharded", world_size=2)
-    assert any(note.kind == "resumed" and "already complete" in note.message for note in report.notes)
+    assert any("already complete" in message for message in messages(report, "resumed"))
     assert list(staging.iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["s3://runs//odd", "s3://runs/a//odd/", "s3://runs/./odd", "s3://runs/a/../odd"])
-def test_names_that_only_a_store_has_are_refused_with_the_plain_one(url: str, s3: Proxy, files: Path) -> None:
-    before = keys(s3, "")
-    with pytest.raises(UsageError, match="name in it") as caught:
-        fsdpckpt.convert(files / "full.pt", url, to="sharded", world_size=2)
-    above = "a/" if "/a//" in url else ""
-    assert caught.value.next_step == f"give s3://runs/{above}odd"
-    assert keys(s3, "") == before
-
-
-def test_parts_that_a_killed_upload_left_are_removed_by_the_next(s3: Proxy, files: Path) -> None:
-    for key in ("mine/__0_0.distcp", "mine-too/__0_0.distcp"):
-        client(s3).create_multipart_upload(Bucket="runs", Key=key)
-    client(s3).put_object(Bucket="runs", Key="mine/fsdpckpt.uploading", Body=b"{}")
-    fsdpckpt.convert(files / "full.pt", "s3://runs/mine", to="sharded", world_size=2, resume=True)
-    assert [each["Key"] for each in parts_left(s3)] == ["mine-too/__0_0.distcp"]  # type: ignore[index]
-    client(s3).abort_multipart_upload(
-        Bucket="runs",
-        Key="mine-too/__0_0.distcp",
-        UploadId=parts_left(s3)[0]["UploadId"],  # type: ignore[index]
-    )
-
-
-def test_a_store_that_fails_now_and_then_gets_everything(s3: Proxy, files: Path) -> None:
-    asked: set[tuple[str, str]] = set()
-
-    def every_first(method: str, path: str, begin: int | None) -> str | None:
-        first = (method, path) not in asked
-        asked.add((method, path))
-        return "503" if first and method != "GET" else None
-
-    s3.fault = every_first
-    fsdpckpt.convert(files / "full.pt", "s3://runs/flaky", to="sharded", world_size=2)
-    s3.fault = None
-    assert fsdpckpt.diff("s3://runs/flaky", files / "full.pt").same
-
-
-def test_an_existing_checkpoint_is_replaced_only_when_asked_and_then_wholly(s3: Proxy, files: Path) -> None:
-    with pytest.raises(TargetExistsError):
-        fsdpckpt.convert(files / "full.pt", "s3://runs/dcp", to="sharded", world_size=2)
-    assert s3.count("PUT") == 0
-    fsdpckpt.convert(files / "twin.pt", "s3://runs/dcp", to="sharded", world_size=2, overwrite=True)
-    assert "dcp/__2_0.distcp" not in keys(s3, "dcp")
-    assert fsdpckpt.diff("s3://runs/dcp", files / "twin.pt").same
-    changes = [(each.method, each.path.rpartition("/")[2]) for each in s3.seen if each.method in ("PUT", "DELETE")]
-    assert changes.index(("DELETE", ".metadata")) < changes.index(("PUT", "__0_0.distcp"))
-    assert changes.index(("DELETE", "__2_0.distcp")) < changes.index(("PUT", ".metadata"))
-
-
-@pytest.mark.parametrize("target", ["s3://runs", "s3://runs/several"])
-def test_what_is_no_checkpoint_is_never_replaced(target: str, s3: Proxy, files: Path) -> None:
-    client(s3).put_object(Bucket="runs", Key="several/one/.metadata", Body=b"1")
-    before = keys(s3, "")
-    with pytest.raises(TargetExistsError):
-        fsdpckpt.convert(files / "full.pt", target, to="sharded", world_size=2, overwrite=True)
-    assert keys(s3, "") == before
-
-
-def test_targets_that_cannot_be_are_refused_at_once(s3: Proxy, files: Path) -> None:
+def test_targets_that_cannot_be_are_refused_at_once(s3: S3, files: Path) -> None:
+    s3.put("several/one/.metadata", b"1")
+    before = s3.names()
     for target, relation in (("dcp/below", "lies inside"), ("dcp", "is"), ("", "contains")):
         for scheme in ("s3", "s3a"):
             with pytest.raises(UsageError, match=f"{relation} the source"):
                 fsdpckpt.convert("s3://runs/dcp", f"{scheme}://runs/{target}", to="sharded", world_size=2)
+    for out in ("s3://runs/new", "s3a://runs"):  # the next --each '*' would take it for a checkpoint
+        with pytest.raises(UsageError, match="the source"):
+            list(fsdpckpt.convert_each("s3://runs", out, "*", to="full"))
+    for target in ("s3://runs", "s3://runs/several"):  # no checkpoint
+        with pytest.raises(TargetExistsError):
+            fsdpckpt.convert(files / "full.pt", target, to="sharded", world_size=2, overwrite=True)
     with pytest.raises(TargetUnwritableError, match="does not write to them"):
         fsdpckpt.convert(files / "full.pt", "http://127.0.0.1:1/full.pt")
-    with pytest.raises(TargetUnwritableError, match="no-such-bucket"):
-        fsdpckpt.convert(files / "full.pt", "s3://no-such-bucket/full.pt")
+    assert s3.names() == before
 
 
 def test_a_dry_run_says_where_the_disk_is_needed_and_writes_nothing(
-    s3: Proxy, files: Path, run: Run, tmp_path: Path
+    s3: S3, files: Path, run: Run, tmp_path: Path
 ) -> None:
     place = tmp_path / "elsewhere"
-    done = run("convert", files / "full.pt", "s3://runs/dry.pt", "--dry-run", "--staging", place)
+    command = ("convert", files / "full.pt", "s3://runs/dry.pt", "--dry-run")
+    done = run(*command, "--staging", place)
     assert done.code == 0, done.err
     assert f"needed in {place}" in done.out
-    assert keys(s3, "dry") == set()
-    assert not place.exists()
-    done = run("convert", files / "full.pt", "s3://runs/dry.pt", "--dry-run", "--json")
-    plan = json.loads(done.out)
+    plan = json.loads(run(*command, "--json").out)
     assert (plan["staged_in"], plan["streamed"], plan["disk_needed"]) == (None, True, 0)
-    done = run("convert", files / "full.pt", "s3://runs/dry.pt", "--dry-run")
-    assert "none needed: sent to s3://runs/dry.pt in parts" in done.out
+    assert "none needed: sent to s3://runs/dry.pt in parts" in run(*command).out
+    assert s3.names("dry") == set() and not place.exists()
+
+
+def test_with_little_memory_the_output_is_staged(s3: S3, files: Path) -> None:
+    assert not fsdpckpt.convert(files / "full.pt", "s3://runs/staged.pt", max_memory="8MiB").streamed
+
+
+@pytest.mark.filterwarnings("ignore::fsdpckpt.FsdpckptWarning")
+def test_the_words_that_load_it_name_the_store(s3: S3, files: Path) -> None:
+    options: dict[str, Any] = {"to": "sharded", "world_size": 2, "flavor": "accelerate", "key_type": "name"}
+    for overwrite in (False, True):  # streamed, then staged
+        report = fsdpckpt.convert(files / "dcp", "s3://runs/loaded", **options, overwrite=overwrite)
+        assert report.streamed != overwrite
+        assert report.loads == 'accelerator.load_state("COPY"), where COPY is a copy of s3://runs/loaded on disk'
+
+
+# --- replacing --------------------------------------------------------------------------------------------------------
+
+
+def test_an_older_directory_stays_whole_until_the_new_one_is_checked(s3: S3, files: Path) -> None:
+    before = s3.objects("dcp")
+    with s3.faulty(lambda method, path, begin: "500" if begin else None), pytest.raises(fsdpckpt.FsdpckptError):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/dcp", to="sharded", world_size=2, overwrite=True)
+    assert s3.objects("dcp") == before
+    report = fsdpckpt.convert("s3://runs/twin.pt", "s3://runs/dcp", to="sharded", world_size=2, overwrite=True)
+    assert not report.streamed
+
+
+def test_an_older_object_is_replaced_at_once(s3: S3, files: Path) -> None:
+    seen: list[bytes] = []
+
+    def look(method: str, path: str, begin: int | None) -> None:
+        if method == "PUT" and "fsdpckpt-staging" in path:
+            seen.append(s3.content("twin.pt"))
+
+    with s3.faulty(look):
+        report = fsdpckpt.convert(files / "full.pt", "s3://runs/twin.pt", to="full", overwrite=True)
+    assert seen and set(seen) == {(files / "twin.pt").read_bytes()}
+    assert report.streamed and [file.path for file in report.replaced] == [""]
+    assert fsdpckpt.diff("s3://runs/twin.pt", files / "full.pt").same
+    assert not any("fsdpckpt-staging" in key for key in s3.names())
+
+
+def test_a_target_that_the_store_does_not_show_is_the_targets_error(s3: S3, files: Path) -> None:
+    s3.fault = lambda method, path, begin: "403 AccessDenied"
+    with pytest.raises(TargetUnwritableError):
+        fsdpckpt.convert(files / "full.pt", "s3://runs/hidden.pt", overwrite=True)
+
+
+def test_a_source_that_is_damaged_leaves_nothing_in_the_store(s3: S3, files: Path, staging: Path) -> None:
+    s3.put("damaged.pt", damaged(files / "full.pt"))
+    before = s3.names()
+    for target, layout in (("s3://runs/from-damaged", "sharded"), ("s3://runs/from-damaged.pt", "full")):
+        with pytest.raises(SourceCorruptError):
+            fsdpckpt.convert("s3://runs/damaged.pt", target, to=layout)
+    assert s3.names() == before
+    assert s3.unfinished() == []
+    assert list(staging.iterdir()) == []
+
+
+# --- ends of uploads --------------------------------------------------------------------------------------------------
+
+
+def test_an_upload_is_complete_although_the_answer_that_says_so_was_lost(s3: S3, large: Path) -> None:
+    """The store knows no such upload when it is asked again to end it."""
+    asked: list[str] = []
+
+    def lose(method: str, path: str, number: int | None) -> str | None:
+        if method == "POST" and path.endswith("/large.pt"):
+            asked.append(path)
+            return (None, "short", "404 NoSuchUpload")[min(len(asked) - 1, 2)]  # to its begin, and twice to its end
+        return None
+
+    with s3.faulty(lose):
+        assert fsdpckpt.convert(large, "s3://runs/large.pt", to="full").streamed
+    assert len(asked) == 3
+    assert fsdpckpt.diff("s3://runs/large.pt", large).same
+
+
+def test_an_upload_whose_parts_were_removed_meanwhile_is_an_error_that_says_so(s3: S3, large: Path) -> None:
+    def remove(method: str, path: str, number: int | None) -> str | None:
+        parts = [each for each in s3.seen if "partNumber=2" in each.query]
+        return "404 NoSuchUpload" if method == "POST" and path.endswith("/large.pt") and parts else None
+
+    with s3.faulty(remove), pytest.raises(TargetUnwritableError, match="ending the upload failed") as caught:
+        fsdpckpt.convert(large, "s3://runs/large.pt", to="full", threads=1)
+    assert "has removed the parts" in str(caught.value.why), caught.value
+    assert not s3.names("large.pt")
+    fsdpckpt.convert(large, "s3://runs/large.pt", to="full")
+    assert fsdpckpt.diff("s3://runs/large.pt", large).same
+
+
+def test_a_run_that_ends_between_the_copy_and_the_deletion_leaves_nothing_in_the_end(
+    s3: S3, files: Path, staging: Path
+) -> None:
+    before = s3.names()
+    with s3.faulty(answers("503", "DELETE", "one.pt")), pytest.raises(TargetUnwritableError):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/one.pt", to="full")
+    report = fsdpckpt.convert("s3://runs/full.pt", "s3://runs/one.pt", to="full")
+    assert [note.kind for note in report.notes] == ["resumed"]
+    assert s3.names() - before == {"one.pt"}
+    assert list(staging.iterdir()) == []
+
+
+# --- interrupted runs -------------------------------------------------------------------------------------------------
+
+
+def broken(s3: S3) -> None:
+    """An upload that ends before its last object."""
+    with s3.faulty(LAST), pytest.raises(TargetUnwritableError) as caught:
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", **DCP)
+    assert "it uploads what is missing" in str(caught.value)
+    with pytest.raises(SourceIncompleteError):
+        fsdpckpt.inspect("s3://runs/broken")
+    s3.seen.clear()
+
+
+def lost_and_changed(s3: S3, files: Path) -> None:
+    s3.put("broken/__1_0.distcp", os.urandom(len(s3.content("broken/__1_0.distcp"))))
+    s3.delete("broken/__0_0.distcp")
+
+
+def nothing_is_there(s3: S3, files: Path) -> None:
+    for key in s3.names("broken/__"):
+        s3.delete(key)
+
+
+def another_source(s3: S3, files: Path) -> None:
+    s3.put("full.pt", (files / "twin.pt").read_bytes())
+
+
+SINCE: dict[str, tuple[Callable[[S3, Path], None], dict[str, Any], list[int], str]] = {
+    "nothing": (lambda *_: None, {}, [0, 0, 1], "continued an interrupted upload: 2 files were already there"),
+    "it overwrites": (lambda *_: None, {"overwrite": True}, [0, 0, 1], "2 files were already there"),
+    "objects were lost and changed": (lost_and_changed, {}, [1, 1, 1], ""),
+    "all objects were lost": (
+        nothing_is_there,
+        {},
+        [1, 1, 1],
+        "an interrupted upload to s3://runs/broken was begun anew: none of its objects is there, complete",
+    ),
+    "its source is another": (another_source, {}, [1, 1, 1], "its source has changed"),
+    "it starts over": (lambda *_: None, {"add_prefix": "new.", "resume": False}, [1, 1, 1], ""),
+}
+"""What has happened, more options of the next run, how often it sends each file, and what it says."""
+
+
+@pytest.mark.parametrize("since", SINCE)
+def test_an_interrupted_run_is_continued_with_what_is_there_and_its_own(
+    since: str, s3: S3, files: Path, staging: Path, tmp_path: Path
+) -> None:
+    change, more, times, says = SINCE[since]
+    broken(s3)
+    with pytest.raises(TargetError, match="of an interrupted run of another command"):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", **DCP, add_prefix="old.")
+    with pytest.raises(SourceIncompleteError):  # it was left as it was
+        fsdpckpt.inspect("s3://runs/broken")
+    change(s3, files)
+    s3.seen.clear()
+    report = fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", **DCP, **more)
+    assert (report.streamed, sent(s3)) == (True, times)
+    assert any(says in note.message for note in report.notes) or not says
+    fsdpckpt.convert("s3://runs/full.pt", tmp_path / "here", **DCP, **more)
+    assert s3.objects("broken") == files_below(tmp_path / "here")
+    assert fsdpckpt.verify("s3://runs/broken").whole  # the sums in fsdpckpt.json are those of all files
+    again = {**DCP, **more, "overwrite": False, "resume": True}
+    report = fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", **again)
+    assert report.was_complete and any("5 files compared" in line for line in done_lines(report))
+    assert list(staging.iterdir()) == []
+
+
+def test_what_another_machine_has_completed_since_stays_whole_until_the_new_one_is_checked(
+    s3: S3, files: Path, staging: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines convert to one DST night after night, with --overwrite."""
+    broken(s3)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    fsdpckpt.convert("s3://runs/twin.pt", "s3://runs/broken", overwrite=True, **DCP)
+    before = s3.objects("broken")
+    monkeypatch.setattr("tempfile.tempdir", str(staging))
+    s3.put("full.pt", damaged(files / "full.pt"))
+    with pytest.raises(SourceCorruptError):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", overwrite=True, **DCP)
+    assert s3.objects("broken") == before
+    s3.put("full.pt", (files / "full.pt").read_bytes())
+    assert not fsdpckpt.convert("s3://runs/full.pt", "s3://runs/broken", overwrite=True, **DCP).streamed
+    assert fsdpckpt.diff("s3://runs/broken", files / "full.pt").same
+    assert list(staging.iterdir()) == []
+
+
+@STAGED
+@pytest.mark.parametrize(("moment", "ends"), [(2, True), (2, False), (0, True)])
+def test_a_run_that_lost_its_target_to_another_machine_publishes_nothing_and_sends_no_further_object(
+    s3: S3, staging: Path, tmp_path: Path, staged: bool, moment: int, ends: bool
+) -> None:
+    """While one run sends object ``moment``, another machine completes a checkpoint there, or begins to."""
+    others = {f"__{rank}_0.distcp": b"the other run's" for rank in range(moment + 1, 3)}
+    others |= {".metadata": b"the other run's"}
+    if not ends:
+        others |= {UPLOADING: b'{"upload": "other", "files": {}, "replaced": []}'}
+
+    def take_over(method: str, path: str, begin: int | None) -> None:
+        if method == "PUT" and path.endswith(f"__{moment}_0.distcp"):
+            s3.delete(f"taken/{UPLOADING}")
+            for name, data in others.items():
+                s3.put(f"taken/{name}", data)
+
+    more: dict[str, Any] = {"staging": tmp_path / "here", "max_memory": "32MiB"} if staged else {}
+    with (
+        s3.faulty(take_over),
+        pytest.raises(TargetExistsError, match="another run has written to s3://runs/taken"),
+    ):
+        fsdpckpt.convert("s3://runs/full.pt", "s3://runs/taken", **DCP, **more)
+    there = s3.objects("taken")
+    own = {f"__{rank}_0.distcp" for rank in range(moment + 1)}  # which may be the other run's
+    assert there.keys() == {*others, *own}
+    assert {name: there[name] for name in others} == others
+    assert list(staging.iterdir()) == []
+
+
+def test_a_source_that_is_damaged_does_not_undo_what_another_machine_completed(
+    s3: S3, files: Path, staging: Path
+) -> None:
+    s3.put("damaged.pt", damaged(files / "full.pt"))
+    there: dict[str, bytes] = {}
+
+    def take_over(method: str, path: str, begin: int | None) -> None:
+        if not there and method == "PUT" and path.endswith("__2_0.distcp"):
+            there["__0_0.distcp"] = b"the other run's"
+            s3.delete(f"taken/{UPLOADING}")
+            s3.put("taken/__0_0.distcp", there["__0_0.distcp"])
+
+    with s3.faulty(take_over), pytest.raises(SourceCorruptError):
+        fsdpckpt.convert("s3://runs/damaged.pt", "s3://runs/taken", **DCP)
+    assert s3.content("taken/__0_0.distcp") == there["__0_0.distcp"]
+    assert list(staging.iterdir()) == []
+
+
+# --- a whole bucket ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(s3: S3) -> Iterator[str]:
+    """A bucket with nothing in it but an upload of another program, which has begun and sends its parts."""
+    s3.client.create_bucket(Bucket="whole")
+    s3.begin_upload("of/another/program.bin", "whole")
+    yield "s3://whole"
+    for key in s3.names(bucket="whole"):
+        s3.delete(key, "whole")
+    s3.abort_uploads("whole")
+    s3.client.delete_bucket(Bucket="whole")
+
+
+@STAGED
+def test_parts_of_a_killed_upload_to_a_whole_bucket_are_removed_and_no_others(
+    staged: bool, s3: S3, bucket: str, files: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {**DCP, **({"staging": tmp_path / "here"} if staged else {})}
+    for name in ("__0_0.distcp", "__2_0.distcp"):  # as a kill leaves them
+        s3.begin_upload(name, "whole")
+    fsdpckpt.convert(files / "full.pt", bucket, **options)
+    assert s3.unfinished("whole") == ["of/another/program.bin"]
+    fsdpckpt.convert(files / "full.pt", tmp_path / "alone", **DCP)
+    assert {key: s3.content(key, "whole") for key in s3.names(bucket="whole")} == files_below(tmp_path / "alone")
+    assert fsdpckpt.diff(bucket, files / "full.pt").same
+    with pytest.raises(TargetExistsError, match="a whole bucket"):
+        fsdpckpt.convert(files / "full.pt", bucket, overwrite=True, **options)
+
+
+def test_an_upload_to_a_whole_bucket_is_continued(s3: S3, bucket: str, files: Path) -> None:
+    with s3.faulty(LAST), pytest.raises(TargetUnwritableError):
+        fsdpckpt.convert(files / "full.pt", bucket, **DCP)
+    with pytest.raises(SourceIncompleteError):
+        fsdpckpt.inspect(bucket)
+    s3.seen.clear()
+    fsdpckpt.convert(files / "full.pt", bucket, **DCP)
+    assert sent(s3) == [0, 0, 1]
+    assert fsdpckpt.verify(bucket).whole
