@@ -18,7 +18,7 @@ import torch
 from fsdpckpt.api import convert
 from fsdpckpt.options import ConvertOptions
 
-__all__ = ["CASES", "disks", "make_sources", "options", "unequal"]
+__all__ = ["CASES", "case", "disks", "make_sources", "unequal", "write_plan"]
 
 SMALL = {"max_memory": 1 << 20, "threads": 2}
 """Windows of a few KB, so that files have several writers and data comes in many rounds."""
@@ -57,12 +57,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def options(given: dict[str, Any]) -> ConvertOptions:
-    return ConvertOptions(**given)
-
-
 def make_sources(disk: Path) -> None:
     """A full checkpoint of random data and odd shapes, and the same in other layouts."""
+    disk.mkdir()
     generator = torch.Generator().manual_seed(4)
     model = {"embed.weight": torch.randn(101, 257, generator=generator)}
     for layer in range(3):
@@ -96,43 +93,41 @@ def _checkpoint(model: dict[str, torch.Tensor], generator: torch.Generator, *, f
     return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "epoch": 7}
 
 
-def disks(base: Path, workers: int) -> list[dict[str, str]]:
-    """What ``work`` takes: for each worker its own disk. Files are dealt out; every fifth lies on two of them."""
-    found = []
-    for worker in range(workers):
-        folder = base / f"disks-{workers}" / str(worker)
-        folder.mkdir(parents=True)
-        found.append({str(base / "disk"): str(folder)})
-    files = sorted(path for path in (base / "disk").rglob("*") if path.is_file())
-    for number, path in enumerate(files):
-        for worker in {(number + 1) % workers, (number + (number % 5 == 0)) % workers if number % 5 == 0 else -1}:
-            if worker >= 0:
-                copy = base / f"disks-{workers}" / str(worker) / path.relative_to(base / "disk")
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
-    return found
+def disks(base: Path, place: Path, workers: int) -> list[dict[str, str]]:
+    """What ``work`` takes: for each worker a disk of its own in ``place``, seen as that of the sources.
+
+    Files are dealt out; every fifth lies on two of them.
+    """
+    machines = [place / f"disks-{workers}" / str(worker) for worker in range(workers)]
+    for machine in machines:
+        machine.mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in (base / "disk").rglob("*") if path.is_file())):
+        for worker in {(number + 1) % workers, (number + bool(number % 5)) % workers}:
+            copy = machines[worker] / path.relative_to(base / "disk")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    return [{str(base / "disk"): str(machine)} for machine in machines]
 
 
-def write_plan(path: Path, base: Path, out: Path, machines: list[dict[str, str]], names: list[str]) -> None:
+def case(base: Path, out: Path, name: str, **changed: Any) -> dict[str, Any]:
+    """One of ``CASES`` as ``work`` takes it, with other options."""
+    source, target, given = CASES[name]
+    chosen = asdict(ConvertOptions(**given, **changed))
+    return {"source": str(base / "disk" / source), "target": str(out / target), "options": chosen}
+
+
+def write_plan(path: Path, cases: list[dict[str, Any]], machines: list[dict[str, str]], **more: Any) -> str:
     """The file that ``work`` reads."""
-    cases = [
-        {
-            "source": str(base / "disk" / CASES[name][0]),
-            "target": str(out / CASES[name][1]),
-            "options": asdict(options(CASES[name][2])),
-        }
-        for name in names
-    ]
-    path.write_text(json.dumps({"disks": machines, "cases": cases}))
+    path.write_text(json.dumps({"disks": machines, "cases": cases, **more}))
+    return str(path)
 
 
 def unequal(one: Path, other: Path) -> list[str]:
     """Every file that is not the same, byte for byte, or not on both sides."""
-    if one.is_file():
-        return [] if other.is_file() and filecmp.cmp(one, other, shallow=False) else [one.name]
-    paths = {path.relative_to(top) for top in (one, other) for path in top.rglob("*") if not path.is_dir()}
-    return [str(path) for path in sorted(paths) if _differs(one / path, other / path)]
 
+    def there(top: Path) -> set[Path]:
+        return {path.relative_to(top) for path in (top, *top.rglob("*")) if path.is_file()}
 
-def _differs(one: Path, other: Path) -> bool:
-    return not (one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False))
+    both = there(one) & there(other)
+    differ = {path for path in both if not filecmp.cmp(one / path, other / path, shallow=False)}
+    return sorted(str(path) for path in (there(one) ^ there(other)) | differ)

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.comm.protocol import Solo
-from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.progress import NoProgress
-from tests.e2e.distributed.cases import CASES, make_sources, options
+import fsdpckpt
+from tests.e2e.distributed.cases import CASES, make_sources
 from tests.oracle.session import Oracle
 
 
 def _make(base: Path) -> None:
-    (base / "disk").mkdir()
     make_sources(base / "disk")
     (base / "local").mkdir()
     for source, target, given in CASES.values():
-        convert(Solo(), str(base / "disk" / source), str(base / "local" / target), options(given), NoProgress())
+        fsdpckpt.convert(base / "disk" / source, base / "local" / target, **given)
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.oracle.forked import ROOT, Program
+from tests.e2e.distributed import processes
+from tests.e2e.distributed.processes import free_port
+from tests.oracle.forked import Program
 
 __all__ = ["LOST", "STEPS", "TROUBLES", "Lost", "make", "play", "unkept"]
 
-TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
 TROUBLES = ("kill", "stop", "cut off", "unreachable")
 
 PLAN, SERVE = "fsdpckpt.converters.pipeline:prepare,1", "fsdpckpt.converters.union_sources:answers_to,3"
@@ -112,34 +111,26 @@ def play(
     if after is not None:
         place = f"{place.partition(',')[0]},{after}"
     function, _, call = place.partition(",")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = str(free_port())
     command = ["-m", "fsdpckpt", "convert", str(base / "ranks"), str(target / "out"), "--to", "sharded"]
     command += ["--container", "torch", "--world-size", "3", "--max-memory", "1MiB", "--threads", "2", "--quiet"]
     command += ["--fault-limit", str(limit), "--verify", "full", "--launcher", "torchrun", "--device", device]
     started = []
     for rank in range(lost.workers):
         environment = {
-            "PYTHONPATH": os.pathsep.join([TROUBLE, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-            "TROUBLE": f"{lost.rank},{function},{lost.trouble},{out / 'when'},{call}",
+            **processes.place(rank, lost.workers, port),
+            **processes.trouble(lost.rank, function, lost.trouble, out / "when", int(call)),
             "FSDPCKPT_STATUS_DIRECTORY": str(status),
             "TORCH_CPP_LOG_LEVEL": "FATAL",
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "GROUP_RANK": str(rank)},
-            **{"LOCAL_RANK": "0", "WORLD_SIZE": str(lost.workers), "LOCAL_WORLD_SIZE": "1"},
         }
         if device == "cuda":  # several machines of one GPU each, as far as NCCL can tell
             environment |= {"NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
         if journal:
             environment["SYNC_SECONDS"] = "0"
         disk = {str(base / "ranks"): str(base / f"disks-{lost.workers}" / str(rank))}
-        arguments = ["-m", "tests.e2e.distributed.node", json.dumps(disk), *command]
         with open(out / f"said-{rank}", "wb") as said:
-            number = said.fileno()
-            started.append(
-                Program(arguments, kind="torch", env=environment, cwd=str(out), stdout=number, stderr=number)
-            )
+            streams = {"stdout": said.fileno(), "stderr": said.fileno()}
+            started.append(processes.on_machine(disk, *command, variables=environment, cwd=str(out), **streams))
     ended = _ends(started, lost, limit)
     when = float((out / "when").read_text()) if (out / "when").exists() else None
     failures = [_read(status / f"failure-{rank}.json") for rank in range(lost.workers)]

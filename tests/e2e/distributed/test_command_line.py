@@ -11,18 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracle.forked import ROOT, run
+from tests.cli.conftest import Run, run
+from tests.oracle.forked import ROOT
+from tests.oracle.forked import run as run_forked
+
+__all__ = ["run"]
+
+ENVIRONMENT = {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
 
 
-def _convert(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "fsdpckpt", "convert", *map(str, arguments)]
-    return run(command, kind="torch", env={"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}, timeout=150)
+def _by_workers(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "fsdpckpt", "convert", *map(str, arguments), "--nproc-per-node", "2"]
+    return run_forked(command, kind="torch", env=ENVIRONMENT, timeout=150)
 
 
 def test_workers_that_it_starts_itself_write_the_same_file_and_report_once(base: Path, tmp_path: Path) -> None:
     given = [base / "disk" / "ranks", tmp_path / "out.pt", "--nproc-per-node", "2", "--json"]
     command = [sys.executable, "-m", "fsdpckpt", "convert", *map(str, given)]  # nothing here is forked
-    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ENVIRONMENT}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
@@ -31,7 +37,7 @@ def test_workers_that_it_starts_itself_write_the_same_file_and_report_once(base:
 
 
 def test_a_dry_run_says_how_many_workers_there_would_be_and_writes_nothing(base: Path, tmp_path: Path) -> None:
-    ended = _convert(base / "disk" / "ranks", tmp_path / "out.pt", "--nproc-per-node", 2, "--dry-run")
+    ended = _by_workers(base / "disk" / "ranks", tmp_path / "out.pt", "--dry-run")
     assert ended.returncode == 0, ended.stderr
     assert "workers 2 processes" in ended.stdout
     assert list(tmp_path.iterdir()) == []
@@ -47,14 +53,13 @@ def test_a_dry_run_says_how_many_workers_there_would_be_and_writes_nothing(base:
     ],
 )
 def test_errors_are_those_of_one_process(
-    base: Path, tmp_path: Path, arguments: list[str], code: int, what: str
+    base: Path, tmp_path: Path, run: Run, arguments: list[str], code: int, what: str
 ) -> None:
     given = [text.format(disk=base / "disk", out=tmp_path) for text in arguments]
-    ended = _convert(*given, "--nproc-per-node", 2)
-    alone = _convert(*given)
-    assert (ended.returncode, alone.returncode) == (code, code), ended.stderr
+    ended, alone = _by_workers(*given), run("convert", *given)
+    assert (ended.returncode, alone.code) == (code, code), ended.stderr
     assert what in ended.stderr
-    assert ended.stderr == alone.stderr
+    assert ended.stderr == alone.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,8 +73,10 @@ def test_errors_are_those_of_one_process(
         (["--nproc-per-node", "1", "--backend", "nccl", "--device", "cpu"], "NCCL moves data between GPUs only"),
     ],
 )
-def test_contradictory_options_are_refused(base: Path, tmp_path: Path, arguments: list[str], what: str) -> None:
-    ended = _convert(base / "disk" / "ranks", tmp_path / "out.pt", *arguments)
-    assert ended.returncode == 2, ended.stderr
-    assert what in ended.stderr
+def test_contradictory_options_are_refused(
+    base: Path, tmp_path: Path, run: Run, arguments: list[str], what: str
+) -> None:
+    ended = run("convert", base / "disk" / "ranks", tmp_path / "out.pt", *arguments)
+    assert ended.code == 2, ended.err
+    assert what in ended.err
     assert list(tmp_path.iterdir()) == []

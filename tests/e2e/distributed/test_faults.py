@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.oracle.forked import ROOT, processes_in, run
+from tests.e2e.distributed.processes import trouble
+from tests.oracle.forked import processes_in, run
 
 LIMIT = 4.0  # seconds, so that the tests do not take 15 each
-TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
 COPY, READ = "fsdpckpt.execute.run:write_window", "fsdpckpt.converters.pipeline:prepare"
 COMPARE = "fsdpckpt.converters.check:first_difference"
 FINISH, COMMIT = "fsdpckpt.execute.output:Output.export", "fsdpckpt.storage.staging:Staging.commit"
 
 
 def _run(
-    base: Path, tmp_path: Path, rank: int, place: str, trouble: str, call: int = 1
+    base: Path, tmp_path: Path, rank: int, place: str, kind: str, call: int = 1
 ) -> tuple[int, dict[str, Any], float]:
     """Exit code, the error document, and seconds from the trouble to the end."""
     when = tmp_path / "when"
-    environment = {
-        "PYTHONPATH": f"{TROUBLE}{os.pathsep}{ROOT}",
-        "TROUBLE": f"{rank},{place},{trouble},{when},{call}",
-    }
     command = ["-m", "fsdpckpt", "convert", str(base / "disk" / "ranks"), str(tmp_path / "out.pt")]
     command += ["--nproc-per-node", "3", "--max-memory", "1MiB", "--fault-limit", str(LIMIT), "--json"]
     command += ["--verify", "full"]
-    ended = run(command, kind="torch", env=environment, cwd=str(tmp_path), timeout=150)
+    ended = run(command, kind="torch", env=trouble(rank, place, kind, when, call), cwd=str(tmp_path), timeout=150)
     seconds = time.time() - float(when.read_text())
     assert "Traceback" not in ended.stderr
     return ended.returncode, json.loads(ended.stdout)["error"], seconds
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "trouble", "step", "cause"),
+    ("rank", "place", "kind", "step", "cause"),
     [
         (1, COPY, "fail", "copy", "RuntimeError: the lights went out"),
         (2, COPY, "kill", "copy", "killed by SIGKILL"),
@@ -51,9 +46,9 @@ def _run(
     ],
 )
 def test_a_worker_that_is_lost_ends_all_with_one_error_that_names_it(
-    base: Path, tmp_path: Path, rank: int, place: str, trouble: str, step: str, cause: str
+    base: Path, tmp_path: Path, rank: int, place: str, kind: str, step: str, cause: str
 ) -> None:
-    code, error, seconds = _run(base, tmp_path, rank, place, trouble)
+    code, error, seconds = _run(base, tmp_path, rank, place, kind)
     assert code == error["exit_code"] == 6, error
     assert str(error["what"]).startswith(f"worker {rank} failed in step '{step}': {cause}"), error
     assert error["rank"] == rank

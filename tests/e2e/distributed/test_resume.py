@@ -6,26 +6,25 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fsdpckpt.comm.protocol import Solo
-from fsdpckpt.converters.pipeline import convert
+import fsdpckpt
 from fsdpckpt.errors import SourceError, TargetError
-from fsdpckpt.options import ConvertOptions
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage.hidden import journal_paths, staging_root
-from tests.e2e.distributed.cases import CASES, disks, options, unequal, write_plan
+from tests.e2e.distributed.cases import CASES, case, disks, unequal, write_plan
 from tests.e2e.distributed.disks import can_bind
+from tests.e2e.distributed.processes import trouble
 from tests.oracle.forked import ROOT, run
 from tests.oracle.launch import torchrun
 
-TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
 COPY, COMMIT = "fsdpckpt.execute.run:write_window", "fsdpckpt.storage.staging:Staging.commit"
 LIMIT = 200.0  # seconds; 10 on two idle cores
 RANKS, FULL = "all to all", "gather"
+Machines = list[dict[str, str]]
 
 
 class Stop(BaseException):
@@ -44,23 +43,20 @@ class Stopping(NoProgress):
             raise Stop
 
 
-def _kill(plan: Path, workers: int, where: str) -> None:
+def _kill(plan: str, workers: int, place: str, call: int) -> None:
     """Workers that do what ``plan`` says, of which the last is killed."""
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command += ["-m", "tests.e2e.distributed.work", str(plan)]
-    place, number = where.split(" ")
     variables = {
-        "PYTHONPATH": f"{TROUBLE}{os.pathsep}{ROOT}",
-        "TROUBLE": f"{workers - 1},{place},kill soon,{plan.parent / 'when'},{number}",
+        **trouble(workers - 1, place, "kill soon", Path(plan).parent / "when", call),
         "SYNC_SECONDS": "0.02",
     }
+    command += ["-m", "tests.e2e.distributed.work", plan]
     assert run(command, kind="torch", env=variables, cwd=ROOT, timeout=LIMIT).returncode != 0
 
 
-def _killed(base: Path, folder: Path, name: str, workers: int, machines: list[dict[str, str]]) -> Path:
+def _killed(base: Path, folder: Path, name: str, workers: int, machines: Machines) -> Path:
     """The target of a run by ``workers`` of which the last was killed in the middle of its copying."""
-    write_plan(folder / "plan.json", base, folder, machines, [name])
-    _kill(folder / "plan.json", workers, f"{COPY} 4")
+    _kill(write_plan(folder / "plan.json", [case(base, folder, name)], machines), workers, COPY, 4)
     target = folder / CASES[name][1]
     assert not target.exists()
     assert len(journal_paths(staging_root(str(target)))) == workers, "each keeps one"
@@ -75,14 +71,11 @@ def _copy(target: Path, folder: Path) -> Path:
     return copy
 
 
-def _resumed(base: Path, folder: Path, name: str, targets: list[Path], workers: int, machines: list[dict[str, str]]):
+def _resumed(base: Path, folder: Path, name: str, targets: list[Path], workers: int, machines: Machines):
     """What ``workers`` report that go on with each of ``targets``."""
-    given = asdict(replace(options(CASES[name][2]), resume=True))
-    source = str(base / "disk" / CASES[name][0])
-    cases = [{"source": source, "target": str(target), "options": given} for target in targets]
-    plan = {"disks": machines, "cases": cases, "reports": str(folder / "reports.json")}
-    (folder / "again.json").write_text(json.dumps(plan))
-    torchrun("tests.e2e.distributed.work", str(folder / "again.json"), world_size=workers, limit=LIMIT)
+    cases = [case(base, target.parent, name, resume=True) for target in targets]
+    plan = write_plan(folder / "again.json", cases, machines, reports=str(folder / "reports.json"))
+    torchrun("tests.e2e.distributed.work", plan, world_size=workers, limit=LIMIT)
     return json.loads((folder / "reports.json").read_text())
 
 
@@ -99,9 +92,9 @@ def _nbytes(size: str) -> int:
     return int(float(number) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit])
 
 
-def _alone(base: Path, name: str, target: Path, progress: NoProgress | None = None, **changed: object) -> list[str]:
-    given: ConvertOptions = replace(options(CASES[name][2]), **changed)  # type: ignore[arg-type]
-    report = convert(Solo(), str(base / "disk" / CASES[name][0]), str(target), given, progress or NoProgress())
+def _alone(base: Path, name: str, target: Path, **changed: Any) -> list[str]:
+    source, _, given = CASES[name]
+    report = fsdpckpt.convert(base / "disk" / source, target, **given, **changed)
     return [note.message for note in report.notes if note.kind == "resumed"]
 
 
@@ -110,7 +103,7 @@ def test_what_workers_left_others_finish_and_what_one_process_left_workers_do(ba
     other, local = _copy(left, tmp_path / "other"), _copy(left, tmp_path / "local")
     alone = tmp_path / "alone" / left.name
     with pytest.raises(Stop):
-        _alone(base, RANKS, alone, Stopping(6))
+        _alone(base, RANKS, alone, progress=Stopping(6))
     reports = _resumed(base, tmp_path, RANKS, [left, alone], 2, [])
     assert [_there(report["notes"]) > 0 for report in reports] == [True, True]
     assert len(_alone(base, RANKS, local, resume=True)) == 1
@@ -126,8 +119,7 @@ def test_what_workers_left_others_finish_and_what_one_process_left_workers_do(ba
 def test_what_was_sent_between_disks_is_taken_up_by_more_workers_and_refused_of_another_copy(
     base: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "disk").symlink_to(base / "disk")
-    machines = [{str(base / "disk"): own for own in disk.values()} for disk in disks(tmp_path, 3)]
+    machines = disks(base, tmp_path, 3)
     left = _killed(base, tmp_path, FULL, 3, machines)
     other = _copy(left, tmp_path / "other")
     (report,) = _resumed(base, tmp_path, FULL, [left], 4, [*machines, machines[0]])
@@ -145,26 +137,14 @@ def test_where_one_node_had_its_files_already_they_are_compared_and_the_other_go
     for folder in ("out", "node-0", "node-1"):
         (tmp_path / folder).mkdir()
     name = CASES[RANKS][1]
-    plan = {
-        "disks": machines,
-        "nodes": True,
-        "reports": str(tmp_path / "reports.json"),
-        "cases": [
-            {
-                "source": str(base / "disk" / CASES[RANKS][0]),
-                "target": str(tmp_path / "out" / name),
-                "options": asdict(options(CASES[RANKS][2])),
-            }
-        ],
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    _kill(tmp_path / "plan.json", 2, f"{COMMIT} 1")
+    plan = write_plan(tmp_path / "plan.json", [case(base, tmp_path / "out", RANKS)], machines, nodes=True)
+    _kill(plan, 2, COMMIT, 1)
     one, other = tmp_path / "node-0" / name, tmp_path / "node-1" / name
     assert (one.exists(), other.exists()) == (True, False)
     before = {path.name: path.stat().st_ctime_ns for path in one.iterdir()}
-    plan["cases"][0]["options"]["resume"] = True  # type: ignore[index]
-    (tmp_path / "again.json").write_text(json.dumps(plan))
-    torchrun("tests.e2e.distributed.work", str(tmp_path / "again.json"), world_size=2, limit=LIMIT)
+    resumed = [case(base, tmp_path / "out", RANKS, resume=True)]
+    plan = write_plan(tmp_path / "again.json", resumed, machines, nodes=True)
+    torchrun("tests.e2e.distributed.work", plan, world_size=2, limit=LIMIT)
     assert {path.name: path.stat().st_ctime_ns for path in one.iterdir()} == before, "written again"
     assert [path.name for path in (tmp_path / "node-1").iterdir() if path.name != name] == []
     shutil.copytree(other, one, dirs_exist_ok=True)

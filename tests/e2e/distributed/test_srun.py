@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import filecmp
 import json
-import os
-import socket
 import subprocess
 import time
 from pathlib import Path
 
-from tests.e2e.distributed.processes import all_ended
-from tests.oracle.forked import ROOT, Program
+from tests.e2e.distributed.processes import all_ended, free_port, on_machine, trouble
 
 LIMIT = 4.0  # seconds until a lost worker is noticed
 TASKS = 3
-TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
 
 
 def _srun(*arguments: str, **variables: str) -> list[subprocess.CompletedProcess[str]]:
     """``fsdpckpt convert`` as the tasks of one step on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     step = {
         "SLURM_JOB_ID": "4711",
         "SLURM_STEP_ID": "0",
@@ -30,24 +23,19 @@ def _srun(*arguments: str, **variables: str) -> list[subprocess.CompletedProcess
         "SLURM_STEP_TASKS_PER_NODE": str(TASKS),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NODEID": "0",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": ROOT,
+        "MASTER_PORT": str(free_port()),
         **variables,
     }
+    command = ["-m", "fsdpckpt", "convert", *arguments, "--max-memory", "1MiB", "--json"]
     started = [
-        Program(
-            ["-m", "fsdpckpt", "convert", *arguments],
-            kind="torch",
-            env={**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
-        )
+        on_machine({}, *command, variables={**step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)})
         for task in range(TASKS)
     ]
     return all_ended(started, seconds=150)
 
 
 def test_tasks_of_srun_write_what_one_process_writes_and_report_once(base: Path, tmp_path: Path) -> None:
-    ended = _srun(str(base / "disk" / "ranks"), str(tmp_path / "out.pt"), "--max-memory", "1MiB", "--json")
+    ended = _srun(str(base / "disk" / "ranks"), str(tmp_path / "out.pt"))
     assert [each.returncode for each in ended] == [0] * TASKS, [each.stderr[-3000:] for each in ended]
     assert json.loads(ended[0].stdout)["workers"] == TASKS
     assert [each.stdout + each.stderr for each in ended[1:]] == [""] * (TASKS - 1)
@@ -58,9 +46,8 @@ def test_a_task_that_is_lost_ends_the_others_without_help_and_one_says_which(bas
     when = tmp_path / "when"
     ended = _srun(
         *(str(base / "disk" / "ranks"), str(tmp_path / "out.pt")),
-        *("--max-memory", "1MiB", "--fault-limit", str(LIMIT), "--json"),
-        PYTHONPATH=f"{TROUBLE}{os.pathsep}{ROOT}",
-        TROUBLE=f"1,fsdpckpt.execute.run:write_window,kill,{when}",
+        *("--fault-limit", str(LIMIT)),
+        **trouble(1, "fsdpckpt.execute.run:write_window", "kill", when),
     )
     seconds = time.time() - float(when.read_text())
     assert [each.returncode for each in ended] == [6, -9, 6], [each.stderr[-3000:] for each in ended]
