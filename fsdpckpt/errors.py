@@ -26,11 +26,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fsdpckpt import flags
 from fsdpckpt.credentials import without_credentials
 from fsdpckpt.flags import Flag, Message, Wording, in_python
+
+_T = TypeVar("_T")
 
 NEW_LINE = "\n  "  # before a command to copy
 _AGAIN = "run the command again"
@@ -222,6 +224,13 @@ def of_option(flag: Flag) -> Iterator[None]:
     except SourceError as error:
         error.what = f"{flag} {error.what}"
         raise
+
+
+def required(found: _T | FsdpckptError) -> _T:
+    """``found``, what a question was answered with. Raises it if it is the reason why there is nothing else."""
+    if isinstance(found, FsdpckptError):
+        raise found
+    return found
 
 
 def to_copy(why: str, command: str) -> str:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.knowledge import Knowledge
-from fsdpckpt.errors import NeedsInformationError, SourceError
+from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.names import clean
 from fsdpckpt.ir.optimizer import PARAM_NAMES, Optimizer
@@ -56,10 +55,9 @@ def _listed(given: Knowledge) -> Sequence[str]:
 
 
 def _names_of_reference(given: Knowledge) -> Sequence[str]:
-    with suppress(SourceError):  # a directory without weights may be given for its config.json
-        if given.reference is not None:
-            return names_of(given.reference)
-    return ()
+    if given.reference_is_unreadable:
+        return ()
+    return names_of(given.reference) if given.reference is not None else ()
 
 
 def _names_all(given: Knowledge, checkpoint: Checkpoint) -> bool:
@@ -104,15 +102,8 @@ def _in_stated_order(given: Knowledge, checkpoint: Checkpoint) -> Checkpoint | N
 
 
 def _stated_order(given: Knowledge, checkpoint: Checkpoint) -> ParameterOrder | None:
-    request = given.request
-    orders = parameter_orders(
-        replace(checkpoint, optim=_without_words(checkpoint.optim)),
-        units=None,
-        reference=given.reference,
-        parameters=request.parameters,
-        parameter_groups=request.parameter_groups,
-        buffers=request.buffers,
-    )
+    without_words = replace(checkpoint, optim=_without_words(checkpoint.optim))
+    orders = parameter_orders(without_words, given.given_names(units=None))
     return next((order for order in orders if order.ordered), None)  # that of the mapped model is not
 
 

@@ -218,5 +218,6 @@ def _with_told_masters(
     """
     if options.only is Section.OPTIM or not given(options, Scope.KNOWLEDGE) or not has_untied_masters(checkpoint):
         return checkpoint
-    named = Knowledge(request, sources).named_if_proved(checkpoint)
-    return checkpoint if named is None else with_masters(named, sources)
+    named = Knowledge(request, sources).find_named(checkpoint)
+    # Rekeying for the target asks again, and says what is missing.
+    return checkpoint if isinstance(named, FsdpckptError) else with_masters(named, sources)

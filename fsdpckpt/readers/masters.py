@@ -31,7 +31,7 @@ from fsdpckpt.readers.protocol import dotted
 from fsdpckpt.readers.same_weights import KnownCopies, first_different, names_by_value
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
-from fsdpckpt.transform.rekey import apply_key_type
+from fsdpckpt.transform.rekey import find_named
 
 _MASTERS = ("fp32_groups", "fp32_from_fp16_params", "fp32_from_fp16_groups", "fp32_from_fp16")
 _FLAT_MASTERS = "fp32_groups_flat"
@@ -357,9 +357,8 @@ def _only_tensors(group: Value) -> list[Tensor] | None:
 
 def _member_names(checkpoint: Checkpoint) -> list[list[str]] | None:
     """The names of the parameters of each group, in its order; None if nothing proves them."""
-    try:
-        named = apply_key_type(checkpoint, "name", units=None, reference=None, parameters=None, buffers=())
-    except FsdpckptError:  # rekeying for the target asks again, and says what is missing
+    named = find_named(checkpoint)
+    if isinstance(named, FsdpckptError):  # rekeying for the target asks again, and says what is missing
         return None
     optim = named.optim
     if optim is None or optim.groups is None:

@@ -46,7 +46,7 @@ def find_units(entries: Sequence[Entry], sources: Sources) -> FoundUnits | None:
     """The units in the units files among ``entries``, the files of one directory; None if there is none.
 
     Equal files count as one; if they differ, none is chosen. A broken file is not used: a checkpoint that needs no
-    units is still read, and one that needs them is refused (``require_units_beside``).
+    units is still read, and one that needs them is refused (``units_beside_unreadable``).
     """
     files: list[tuple[str, Units]] = []
     refused: list[RefusedUnits] = []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.optimizer import ParamKey
-from fsdpckpt.transform.rekey import apply_key_type
+from fsdpckpt.transform.rekey import find_named
 
 
 def known_names(checkpoint: Checkpoint) -> Mapping[ParamKey, str]:
@@ -15,11 +15,8 @@ def known_names(checkpoint: Checkpoint) -> Mapping[ParamKey, str]:
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return {}
-    try:
-        named = apply_key_type(checkpoint, "name", units=None, reference=None, parameters=None)
-    except FsdpckptError:
-        return {}
-    if named.optim is None or named.optim.doubt:
+    named = find_named(checkpoint)
+    if isinstance(named, FsdpckptError) or named.optim is None or named.optim.doubt:
         return {}
     numbers, names = optim.grouped_keys(), named.optim.grouped_keys()
     if len(numbers) != len(names):

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt import flags
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceCorruptError
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.listing import divided
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
@@ -26,6 +26,9 @@ from fsdpckpt.transform.parameter_order import ParameterOrder
 
 NewKeys: TypeAlias = Mapping[ParamKey, ParamKey]
 """The new key of each parameter of an optimizer, by the old one."""
+
+Unnamed: TypeAlias = NeedsInformationError | SourceCorruptError
+"""Why ids have no names: several fit, or what is known contradicts the optimizer. The error, for whoever needs them."""
 
 _IDS_LISTED = 48  # ids whose candidates a message lists: each is compared with every name
 
@@ -43,10 +46,8 @@ class Ids:
     state_shapes: tuple[StateShapes, ...]
 
     @classmethod
-    def of(cls, optim: Optimizer, source: str) -> Ids:
-        """Collect the ids of ``optim``. Raises SourceCorruptError for a state that no group lists, or an id that two
-        groups list.
-        """
+    def find(cls, optim: Optimizer, source: str) -> Ids | SourceCorruptError:
+        """The ids of ``optim``; an error for a state that no group lists, or an id that two groups list."""
         shown = ShownShapes(optim)
         shapes = {key: shown.of(key) for key in optim.state if isinstance(key, int)}
         if optim.groups is None:
@@ -56,7 +57,7 @@ class Ids:
             group_sizes = tuple(map(len, optim.in_groups()))
             wrong = [f"id {flaw}" for flaw in group_flaws(numbers, shapes)]
             if wrong:
-                raise contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
+                return contradicted(f"the ids of the optimizer of {source} contradict each other", wrong)
         return cls(source, group_sizes, tuple(numbers), tuple(shapes.get(key, frozenset()) for key in numbers))
 
     def named(self, names: Iterable[str]) -> NewKeys:
@@ -101,23 +102,22 @@ def does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) -> 
     return contradicted(f"the optimizer of {source} does not fit {order.source}", details)
 
 
-def name_places(
+def find_names_of_places(
     ids: Ids, orders: Sequence[ParameterOrder], rule: IdRule = IdRule.GROUPS
-) -> tuple[NewKeys, ParameterOrder] | None:
-    """The names of ids that count over all parameters of the model, and the order that gives them. None if they do not.
+) -> tuple[NewKeys, ParameterOrder] | NeedsInformationError | None:
+    """The names of ids that count over all parameters of the model, and the order that gives them. None if they do not;
+    an error if several names fit, or if only the order of the optimizer is known.
 
     ``orders``: all that are known. A source that knows the names of each group, in whatever order, makes the names
-    certain. ``rule``: that of the source. Raises NeedsInformationError if several names fit, or if only the order of
-    the optimizer is known.
+    certain. ``rule``: that of the source.
     """
     if not ids.over_model(rule):
         return None
     groups = ids.by_group()
     model = next((order for order in orders if order.ordered and order.in_model_order), None)
     if model is None:
-        if rule is IdRule.MODEL and orders[0].ordered and any(len(group) > 1 for group in groups):
-            raise _model_unknown(ids, orders[0])
-        return None
+        in_optimizer_order = rule is IdRule.MODEL and orders[0].ordered and any(len(group) > 1 for group in groups)
+        return _model_unknown(ids, orders[0]) if in_optimizer_order else None
     others_known = False
     for order in orders:
         if order.groups is not None and [*map(len, order.groups)] == [*map(len, groups)]:
@@ -128,7 +128,9 @@ def name_places(
     if others_known and not counts_over_model(groups):
         return None  # ids of torch.optim, whose groups are these
     found = _by_place(ids, model)
-    return None if found is None else (found, model)
+    if found is None or isinstance(found, FsdpckptError):
+        return found
+    return found, model
 
 
 def may_count_by_groups(ids: Ids, names: NewKeys, order: ParameterOrder) -> bool:
@@ -139,12 +141,11 @@ def may_count_by_groups(ids: Ids, names: NewKeys, order: ParameterOrder) -> bool
     """
     if counts_over_model(ids.by_group()):  # not as torch.optim counts
         return False
-    try:
-        return dict(name_ids(ids, order)) != dict(names)
-    except NeedsInformationError:  # several ways: not only the one that was taken
-        return True
-    except SourceCorruptError:
-        return False
+    by_groups = find_names(ids, order)
+    if isinstance(by_groups, FsdpckptError):
+        # Several ways are more than the one that was taken; an order that does not fit is none.
+        return isinstance(by_groups, NeedsInformationError)
+    return dict(by_groups) != dict(names)
 
 
 def _model_unknown(ids: Ids, order: ParameterOrder) -> NeedsInformationError:
@@ -173,36 +174,34 @@ def _by_place_in_group(
     return found if by_id == sorted(by_id) and not _misfits(ids, list(chain(*ordered)), model) else None
 
 
-def name_ids(ids: Ids, order: ParameterOrder) -> NewKeys:
-    """The name of each id; there must be at least one id.
-
-    Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
+def find_names(ids: Ids, order: ParameterOrder) -> NewKeys | Unnamed:
+    """The name of each id; there must be at least one id. An error for an order that does not fit, or that fits in
+    several ways.
     """
     if order.groups is not None and order.ordered:
         return _by_groups(ids, order, order.groups)
     if ids.group_sizes is None and order.authoritative:
         return _by_groups(ids, order, (order.names,))  # an id is an index into the names
-    _require_candidates(ids, order)
+    without_candidates = _without_candidates(ids, order)
+    if without_candidates:
+        return does_not_fit(ids.source, order, without_candidates)
     if ids.group_sizes is None or not order.ordered:
         return _by_shapes(ids, order)
     return _distribute(ids, ids.group_sizes, order)
 
 
-def _by_place(ids: Ids, order: ParameterOrder) -> NewKeys | None:
-    """The names of ids that count over all parameters of the model; None if they cannot.
-
-    Raises NeedsInformationError if several names fit.
-    """
+def _by_place(ids: Ids, order: ParameterOrder) -> NewKeys | NeedsInformationError | None:
+    """The names of ids that count over all parameters of the model; None if they cannot, an error if several fit."""
     names = [name for name in order.names if name not in order.plain]
     doubtful = [index for index, name in enumerate(names) if name in order.doubtful]
     answers = by_place(ids.numbers, len(names), doubtful, ids.may_be(names, order))
     if len(answers) > 1:
         why = "the ids count over all parameters of the model, and which of these names are buffers is not recorded"
-        raise _ambiguous(ids, order, why, _differences(ids, names, answers))
+        return _ambiguous(ids, order, why, _differences(ids, names, answers))
     return ids.named(names[index] for index in answers[0]) if answers else None
 
 
-def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> NewKeys:
+def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> NewKeys | SourceCorruptError:
     """If the groups are known, each id's name follows from its position; lengths and shapes must prove it."""
     names = list(chain(*groups))
     wrong = []
@@ -218,11 +217,11 @@ def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]])
         ]
     wrong = wrong or _misfits(ids, names, order)
     if wrong:
-        raise does_not_fit(ids.source, order, wrong)
+        return does_not_fit(ids.source, order, wrong)
     return ids.named(names)
 
 
-def _by_shapes(ids: Ids, order: ParameterOrder) -> NewKeys:
+def _by_shapes(ids: Ids, order: ParameterOrder) -> NewKeys | NeedsInformationError:
     """If the names have no order, or the ids no groups, only shapes can decide, and who is in which group if known."""
     by_shape = ids.may_be(order.names, order)
     group_of_name = _group_of_each(order.groups) if order.groups is not None else [0] * len(order.names)
@@ -234,7 +233,7 @@ def _by_shapes(ids: Ids, order: ParameterOrder) -> NewKeys:
     answer = in_any_order(len(ids.numbers), len(order.names), may_be)
     if answer is None:
         lost = "the groups that they are in are" if order.ordered else "the order of the parameters is"
-        raise _ambiguous(ids, order, f"{lost} not recorded in {order.source}", _candidates(ids, order.names, may_be))
+        return _ambiguous(ids, order, f"{lost} not recorded in {order.source}", _candidates(ids, order.names, may_be))
     return ids.named(order.names[index] for index in answer)
 
 
@@ -243,7 +242,7 @@ def _group_of_each(groups: Sequence[Sequence[object]]) -> list[int]:
     return [index for index, group in enumerate(groups) for _ in group]
 
 
-def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys:
+def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys | Unnamed:
     """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
     # Equal values do not prove that two names are one parameter: those that only have them may each have an id.
     certain = tuple(name for name in order.names if name not in order.uncertain or name in order.alike)
@@ -252,26 +251,28 @@ def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> 
     for names in dict.fromkeys(choices):
         answers = in_order(group_sizes, len(names), ids.may_be(names, order))
         if answers is None:
-            raise _ambiguous(ids, order, "there are more ways to name them than can be tried")
+            return _ambiguous(ids, order, "there are more ways to name them than can be tried")
         if len(answers) > 1:
             what = "which of them it has" if len(group_sizes) == 1 else "which group has which of them"
             why = f"{plural(len(names), 'parameter', 'are')} possible, and their shapes do not decide {what}"
             if order.alike:
                 alike = some_of([name for name in order.names if name in order.alike])
                 why += f"; {alike} may be another name of a parameter with the same values, or both were filled alike"
-            raise _ambiguous(ids, order, why, _differences(ids, names, answers))
+            return _ambiguous(ids, order, why, _differences(ids, names, answers))
         if answers:
             return ids.named(names[index] for index in answers[0])
     wrong = _count_mismatch(ids, order) + _misfits(ids, choices[0], order)
     if order.authoritative:
-        raise does_not_fit(ids.source, order, wrong)
+        return does_not_fit(ids.source, order, wrong)
     return _out_of_order(ids, choices, order, wrong)
 
 
-def _out_of_order(ids: Ids, choices: Sequence[Sequence[str]], order: ParameterOrder, wrong: Sequence[str]) -> NewKeys:
+def _out_of_order(
+    ids: Ids, choices: Sequence[Sequence[str]], order: ParameterOrder, wrong: Sequence[str]
+) -> NewKeys | Unnamed:
     """If the job gave its optimizer the parameters in another order than the model's, which no file records: shapes.
 
-    Raises SourceCorruptError, with what is ``wrong`` in the model's order, if no order of the names fits.
+    ``wrong``: what contradicts the model's order, for the error if no order of the names fits.
     """
     for names in choices:
         answer = in_any_order(len(ids.numbers), len(names), ids.may_be(names, order))
@@ -280,9 +281,9 @@ def _out_of_order(ids: Ids, choices: Sequence[Sequence[str]], order: ParameterOr
     names = choices[-1]  # all that may be parameters
     may_be = ids.may_be(names, order)
     if not may_fit_in_some_order(len(ids.numbers), len(names), may_be):
-        raise does_not_fit(ids.source, order, wrong)
+        return does_not_fit(ids.source, order, wrong)
     why = f"the optimizer has them in another order than {order.source}, and their shapes do not decide which is which"
-    raise _ambiguous(ids, order, why, _candidates(ids, names, may_be))
+    return _ambiguous(ids, order, why, _candidates(ids, names, may_be))
 
 
 def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
@@ -300,9 +301,9 @@ def _count_mismatch(ids: Ids, order: ParameterOrder) -> list[str]:
     return [text] if of_ids != of_names else []
 
 
-def _require_candidates(ids: Ids, order: ParameterOrder) -> None:
-    """Raises SourceCorruptError if ids outnumber names, or an id's states fit no name at all."""
-    wrong = []
+def _without_candidates(ids: Ids, order: ParameterOrder) -> list[str]:
+    """What is wrong if ids outnumber names, or an id's states fit no name at all."""
+    wrong: list[str] = []
     if len(order.names) < len(ids.numbers):
         wrong = _count_mismatch(ids, order) + _misfits(ids, order.names, order)
     shapes = {order.shape(name) for name in order.names}
@@ -310,8 +311,7 @@ def _require_candidates(ids: Ids, order: ParameterOrder) -> None:
         if state_shapes and not any(fits(shape, state_shapes) for shape in shapes):
             text = shapes_text(state_shapes)
             wrong.append(f"id {number} has states of shape {text}, which no parameter of {order.source} has")
-    if wrong:
-        raise does_not_fit(ids.source, order, wrong)
+    return wrong
 
 
 def _candidates(ids: Ids, names: Sequence[str], may_be: Fits) -> list[str]:

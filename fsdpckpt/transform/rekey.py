@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdpckpt import flags
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceCorruptError, required
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, Note
 from fsdpckpt.ir.names import DISTRIBUTED, clean
 from fsdpckpt.ir.optimizer import MemberNumber, Optimizer, ParamKey
 from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.table import Table
-from fsdpckpt.ir.units import Groups, Units
 from fsdpckpt.producers.recognition import id_rule_of
 from fsdpckpt.text import first_lines, plural, some_of
 from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order, lists_own_order
@@ -27,20 +26,21 @@ from fsdpckpt.transform.model_positions import places_in_model
 from fsdpckpt.transform.naming import (
     Ids,
     NewKeys,
+    Unnamed,
     contradicted,
     does_not_fit,
+    find_names,
+    find_names_of_places,
     group_flaws,
     may_count_by_groups,
-    name_ids,
-    name_places,
     shapes_text,
 )
 from fsdpckpt.transform.order_sources import BY_USER, listed_param_names
 from fsdpckpt.transform.parameter_order import ParameterOrder, contradictions
 from fsdpckpt.transform.rebuilt_groups import divided_as_recorded
 from fsdpckpt.transform.spanning import require_same_members
-from fsdpckpt.transform.stated_orders import parameter_orders
-from fsdpckpt.transform.units_beside import require_units_beside
+from fsdpckpt.transform.stated_orders import NO_NAMES_GIVEN, GivenNames, parameter_orders
+from fsdpckpt.transform.units_beside import units_beside_unreadable
 
 _KEYS_IN_MESSAGE = 12
 
@@ -48,51 +48,54 @@ _KEYS_IN_MESSAGE = 12
 def apply_key_type(
     checkpoint: Checkpoint,
     key_type: KeyType | None,
+    given: GivenNames = NO_NAMES_GIVEN,
     *,
-    units: Units | None,
-    reference: Checkpoint | None,
-    parameters: Sequence[str] | None,
-    parameter_groups: Groups = (),
-    buffers: Sequence[str] = (),
     rule: IdRule = IdRule.GROUPS,
 ) -> Checkpoint:
     """Key the optimizer of ``checkpoint`` by ``key_type``; None keeps the keys.
 
-    ``units``: those of the source or of ``--units``; None for those beside the checkpoint. ``reference``: a checkpoint
-    whose model section states names, shapes and order, and whose optimizer the groups. ``parameters``: names in the
-    order of ``model.parameters()``, or in the optimizer's own; ``parameter_groups``: how blank lines divide them.
-    ``buffers``: globs of model keys that are not parameters. ``rule``: how new ids count; those of the source count as
-    its framework's do.
+    ``rule``: how new ids count; those of the source count as its framework's do.
 
     Raises NeedsInformationError if nothing states the order or several orders are possible, and SourceCorruptError if
     the sources contradict the optimizer or each other.
     """
+    if key_type == "name":
+        return required(find_named(checkpoint, given))
     optim = checkpoint.optim
     if optim is None or key_type is None or optim.key_type in (None, key_type):
         return checkpoint
-    if units is None and parameters is None:
-        require_units_beside(checkpoint)
-    orders = parameter_orders(
-        checkpoint,
-        units=units,
-        reference=reference,
-        parameters=parameters,
-        parameter_groups=parameter_groups,
-        buffers=tuple(buffers),
-    )
-    if key_type == "name" and orders and orders[0].caution is not None:
-        checkpoint = _with_doubt(checkpoint, orders[0].caution)
-    if key_type == "id":
-        first = orders[0] if orders else None
-        return to_ids(checkpoint, first, orders[1:], rule=rule)
+    unreadable = _units_unreadable(checkpoint, given)
+    if unreadable is not None:
+        raise unreadable
+    orders = parameter_orders(checkpoint, given)
+    return to_ids(checkpoint, orders[0] if orders else None, orders[1:], rule=rule)
+
+
+def find_named(checkpoint: Checkpoint, given: GivenNames = NO_NAMES_GIVEN) -> Checkpoint | Unnamed:
+    """``checkpoint`` with its optimizer keyed by name; the error that says why not, if nothing proves the names."""
+    optim = checkpoint.optim
+    if optim is None or optim.key_type != "id":
+        return checkpoint
+    unreadable = _units_unreadable(checkpoint, given)
+    if unreadable is not None:
+        return unreadable
+    orders = parameter_orders(checkpoint, given)
     if not orders:
-        raise NeedsInformationError(
+        return NeedsInformationError(
             f"nothing in {checkpoint.source} maps optimizer ids to parameters",
             why="no model in it is certainly that of the optimizer, and the param groups have no param_names",
             next_step=f"add {flags.reference('PATH')} (a checkpoint of this model), {flags.parameters('FILE')} (the "
             f"names of model.parameters(), one per line) or {flags.units('FILE')}",
         )
-    return to_names(checkpoint, orders[0], orders[1:])
+    caution = orders[0].caution
+    cautioned = _with_doubt(checkpoint, caution) if caution is not None else checkpoint
+    return _find_named_by(cautioned, orders[0], orders[1:])
+
+
+def _units_unreadable(checkpoint: Checkpoint, given: GivenNames) -> SourceCorruptError | None:
+    """The error for a units file beside ``checkpoint`` that cannot be read, unless something else says the names."""
+    said_otherwise = given.units is not None or given.parameters is not None
+    return None if said_otherwise else units_beside_unreadable(checkpoint)
 
 
 def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder] = ()) -> Checkpoint:
@@ -100,21 +103,38 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
 
     Raises SourceCorruptError for an order that does not fit, NeedsInformationError for one that fits in several ways.
     """
+    return required(_find_named_by(checkpoint, order, others))
+
+
+def _find_named_by(
+    checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[ParameterOrder]
+) -> Checkpoint | Unnamed:
+    """``to_names``, with the error as an answer."""
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return checkpoint
-    ids = Ids.of(optim, checkpoint.source)
+    ids = Ids.find(optim, checkpoint.source)
+    if isinstance(ids, FsdpckptError):
+        return ids
     order = order.with_shapes_of(others)
     known = [each.with_shapes_of(others) for each in (order, *others)]
-    placed = name_places(ids, known, id_rule_of(checkpoint))
+    placed = find_names_of_places(ids, known, id_rule_of(checkpoint))
+    if isinstance(placed, FsdpckptError):
+        return placed
     if placed is not None:
+        # The ids count over all parameters of the model.
         names, order = placed
         if not any(each.groups for each in known) and may_count_by_groups(ids, names, order):
             checkpoint = checkpoint.noted(_doubtful_places(checkpoint, names))
     else:
-        names = name_ids(ids, order)
-        _require_agreement(checkpoint.source, order, others, [str(name) for name in names.values()])
-        _require_param_names(checkpoint.source, optim, names, order)
+        by_group = find_names(ids, order)
+        if isinstance(by_group, FsdpckptError):
+            return by_group
+        names = by_group
+        disagreement = _disagreement(checkpoint.source, order, others, [str(name) for name in names.values()])
+        contradiction = disagreement or _contradicting_param_names(checkpoint.source, optim, names, order)
+        if contradiction is not None:
+            return contradiction
     message = f"{plural(len(names), 'optimizer id')} became {plural(len(names), 'name')}, from {order.source}; the "
     with_shapes = sum(map(bool, ids.state_shapes))
     message += f"states of {plural(with_shapes, 'parameter')} have the shapes that this needs"
@@ -122,7 +142,7 @@ def to_names(checkpoint: Checkpoint, order: ParameterOrder, others: Sequence[Par
         message += ", and the optimizer has its parameters in another order"
     table = Table.of(checkpoint)
     keys = {member: names.get(key, key) for member, key in enumerate(optim.keys)}
-    return _with_keys(checkpoint, table, keys, message)
+    return _find_with_keys(checkpoint, table, keys, message)
 
 
 def _keeps_order(optim: Optimizer, names: NewKeys, order: ParameterOrder) -> bool:
@@ -166,7 +186,9 @@ def to_ids(
     groups = _grouped_names(optim, order, checkpoint.source)
     _require_names_fit(optim, checkpoint.source, groups, order)
     if order is not None:
-        _require_agreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)])
+        disagreement = _disagreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)])
+        if disagreement is not None:
+            raise disagreement
     if rule is IdRule.MODEL:
         known = [each for each in (order, *others) if each is not None]
         counted = _over_model(groups, known, checkpoint)
@@ -186,7 +208,7 @@ def to_ids(
     for member, name in names.items():
         keys[member] = counted.ids.get(str(name), counted.ids.get(clean(str(name)), name))
     message = f"{plural(len(counted.ids), 'optimizer key')} became {plural(len(counted.ids), 'id')}, {counted.how}"
-    found = _with_keys(checkpoint, table, keys, message)
+    found = required(_find_with_keys(checkpoint, table, keys, message))
     return _with_doubt(found, counted.doubt) if counted.doubt else found
 
 
@@ -209,7 +231,7 @@ def recounted(checkpoint: Checkpoint) -> Checkpoint:
     if len(keys) < len(optim.keys):
         return checkpoint  # states that no group lists
     message = f"{plural(len(keys), 'optimizer id')} counted all parameters of the model; now they count group by group"
-    return _with_keys(checkpoint, Table.of(checkpoint), keys, message)
+    return required(_find_with_keys(checkpoint, Table.of(checkpoint), keys, message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,24 +401,28 @@ def _over_model(groups: Sequence[Sequence[str]], orders: Sequence[ParameterOrder
     return _Counted(ids, ordered, how)
 
 
-def _require_agreement(source: str, used: ParameterOrder, others: Sequence[ParameterOrder], names: list[str]) -> None:
-    """Raises SourceCorruptError if another order contradicts the one in use. ``names``: the optimizer's parameters."""
+def _disagreement(
+    source: str, used: ParameterOrder, others: Sequence[ParameterOrder], names: list[str]
+) -> SourceCorruptError | None:
+    """The error if another order contradicts the one in use. ``names``: the optimizer's parameters."""
     for other in others:
         wrong = contradictions(used, other, names)
         if wrong:
-            raise contradicted(f"{used.source} and {other.source} of {source} contradict each other", wrong)
+            return contradicted(f"{used.source} and {other.source} of {source} contradict each other", wrong)
+    return None
 
 
-def _require_param_names(source: str, optim: Optimizer, names: NewKeys, order: ParameterOrder) -> None:
-    """Raises SourceCorruptError when a group has ``param_names`` that differ from ``names``."""
-    wrong = [
-        f"id {key} is {name} in param_names, {names[key]} in {order.source}"
-        for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False)
-        for key, name in zip(keys, listed_param_names(group) or (), strict=False)
-        if name not in (names[key], f"{DISTRIBUTED}{names[key]}", str(names[key]).removeprefix(DISTRIBUTED))
-    ]
-    if wrong:
-        raise contradicted(f"the param_names of {source} contradict {order.source}", wrong)
+def _contradicting_param_names(
+    source: str, optim: Optimizer, names: NewKeys, order: ParameterOrder
+) -> SourceCorruptError | None:
+    """The error if a group has ``param_names`` that differ from ``names``."""
+    wrong: list[str] = []
+    for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False):
+        for key, name in zip(keys, listed_param_names(group) or (), strict=False):
+            new = str(names[key])
+            if name not in (new, f"{DISTRIBUTED}{new}", new.removeprefix(DISTRIBUTED)):
+                wrong.append(f"id {key} is {name} in param_names, {new} in {order.source}")
+    return contradicted(f"the param_names of {source} contradict {order.source}", wrong) if wrong else None
 
 
 def _grouped_names(optim: Optimizer, order: ParameterOrder | None, source: str) -> list[list[str]]:
@@ -438,17 +464,19 @@ def _require_names_fit(
         raise does_not_fit(source, order, wrong)
 
 
-def _with_keys(checkpoint: Checkpoint, table: Table, keys: Mapping[MemberNumber, ParamKey], message: str) -> Checkpoint:
+def _find_with_keys(
+    checkpoint: Checkpoint, table: Table, keys: Mapping[MemberNumber, ParamKey], message: str
+) -> Checkpoint | SourceCorruptError:
     """``checkpoint`` with these ``keys`` of its members, and a note. Entries that a user added keep theirs.
 
-    Raises SourceCorruptError if such an entry has the new key of a parameter, or is a number beside new ids: whoever
-    reads it takes it for the states of a parameter that no group lists.
+    An error if such an entry has the new key of a parameter, or is a number beside new ids: whoever reads it takes it
+    for the states of a parameter that no group lists.
     """
     new = set(keys.values())
     become_ids = any(isinstance(key, int) for key in new)
     added = [entry.key for entry in table.optimizer.entries if entry.member is None] if table.optimizer else []
     both = [str(key) for key in added if key in new or (become_ids and isinstance(key, int))]
     if both:
-        raise contradicted(f"the optimizer of {checkpoint.source} has states under both kinds of key", both)
+        return contradicted(f"the optimizer of {checkpoint.source} has states under both kinds of key", both)
     found = table.written(checkpoint, keys)
     return found.noted(Note("rekeyed", message))

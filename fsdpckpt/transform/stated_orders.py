@@ -7,7 +7,7 @@ the same job; a model section has that of ``model.parameters()``. The first is u
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from fsdpckpt.ir.checkpoint import Checkpoint
@@ -22,20 +22,24 @@ from fsdpckpt.transform.order_sources import from_groups, from_list, from_model,
 from fsdpckpt.transform.parameter_order import ParameterOrder, cut
 
 
-def parameter_orders(
-    checkpoint: Checkpoint,
-    *,
-    units: Units | None,
-    reference: Checkpoint | None,
-    parameters: Sequence[str] | None,
-    parameter_groups: Groups = (),
-    buffers: tuple[str, ...] = (),
-) -> list[ParameterOrder]:
-    """Every source that states an order, the best one first; those that do not preserve the order come last.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenNames:
+    """What says the names of parameters and their order beside a checkpoint; nothing by default."""
 
-    ``parameter_groups``: how blank lines divide ``parameters``.
-    """
-    units = units if units is not None else checkpoint.units
+    units: Units | None = None  # those of the source, or of ``--units``; None for those beside the checkpoint
+    reference: Checkpoint | None = None  # its model states names, shapes and order, and its optimizer the groups
+    parameters: Sequence[str] | None = None  # names, in the order of ``model.parameters()`` or the optimizer's own
+    parameter_groups: Groups = ()  # how blank lines divide ``parameters``
+    buffers: tuple[str, ...] = ()  # globs of model keys that are not parameters
+
+
+NO_NAMES_GIVEN = GivenNames()
+
+
+def parameter_orders(checkpoint: Checkpoint, given: GivenNames = NO_NAMES_GIVEN) -> list[ParameterOrder]:
+    """Every source that states an order, the best one first; those that do not preserve the order come last."""
+    units = given.units if given.units is not None else checkpoint.units
+    reference, parameters, buffers = given.reference, given.parameters, given.buffers
     names = _names_in(checkpoint)
     orders: list[ParameterOrder | None] = []
     if units is not None:
@@ -59,7 +63,7 @@ def parameter_orders(
     known = [order for order in (*models, *orders) if order is not None]
     of_model = next((order for order in known if order.ordered and order.in_model_order), None)
     if listed is not None:
-        by_user = _as_optimizer_lists(listed, parameter_groups, checkpoint.optim, of_model)
+        by_user = _as_optimizer_lists(listed, given.parameter_groups, checkpoint.optim, of_model)
         # Units without groups, or with those of flat parameters, do not say the optimizer's order, which ids count in.
         recorded = any(order.groups is not None and not order.by_unit for order in orders if order is not None)
         orders.insert(len(orders) if recorded or by_user.groups is None else 0, by_user)

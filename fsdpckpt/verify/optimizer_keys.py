@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TypeAlias
 
 from fsdpckpt import flags
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, to_copy
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError, to_copy
 from fsdpckpt.ir import IdRule
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout
 from fsdpckpt.ir.names import clean
@@ -26,7 +26,8 @@ from fsdpckpt.transform.assignment import in_any_order
 from fsdpckpt.transform.id_order import listed_order
 from fsdpckpt.transform.listings import model_names
 from fsdpckpt.transform.model_positions import counts_over_model
-from fsdpckpt.transform.rekey import apply_key_type
+from fsdpckpt.transform.rekey import find_named
+from fsdpckpt.transform.stated_orders import GivenNames
 
 _Groups: TypeAlias = Sequence[Sequence[ParamKey]]
 _Side: TypeAlias = tuple[Checkpoint, _Groups]
@@ -226,11 +227,8 @@ def _names_of_ids(checkpoint: Checkpoint) -> dict[str, ParamKey] | None:
     """The id of each name, None if the checkpoint itself does not say it."""
     if checkpoint.optim is None:
         return None
-    try:
-        named = apply_key_type(checkpoint, "name", units=None, reference=None, parameters=None)
-    except (NeedsInformationError, SourceCorruptError):
-        return None
-    if named.optim is None:
+    named = find_named(checkpoint)
+    if isinstance(named, FsdpckptError) or named.optim is None:
         return None
     pairs = zip(named.optim.grouped_keys(), checkpoint.optim.grouped_keys(), strict=True)
     return {clean(str(name)): number for name, number in pairs}
@@ -252,15 +250,10 @@ def _match_places(a: Checkpoint, b: Checkpoint) -> Match | None:
     ids, names = (a, b) if a.optim is not None and a.optim.key_type == "id" else (b, a)
     if ids.optim is None or not _over_model(ids, _listed_keys(ids.optim) or []):
         return None
-    try:
-        named = apply_key_type(ids, "name", units=None, reference=names, parameters=None)
-    except NeedsInformationError:
-        if id_rule_of(ids) is IdRule.MODEL:
-            raise
-        return None
-    except SourceCorruptError:
-        return None
-    if named.optim is None:
+    named = find_named(ids, GivenNames(reference=names))
+    if isinstance(named, NeedsInformationError) and id_rule_of(ids) is IdRule.MODEL:
+        raise named
+    if isinstance(named, FsdpckptError) or named.optim is None:
         return None
     keys = dict(zip(ids.optim.grouped_keys(), named.optim.grouped_keys(), strict=True))
     pairs = keys if ids is b else {name: number for number, name in keys.items()}

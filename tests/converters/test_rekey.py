@@ -18,7 +18,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.rekey import apply_key_type
-from fsdpckpt.transform.stated_orders import parameter_orders
+from fsdpckpt.transform.stated_orders import GivenNames, parameter_orders
 from tests.oracle import toy
 from tests.oracle.session import Oracle
 
@@ -84,8 +84,7 @@ def _open(path: Path, content: object | None = None) -> Checkpoint:
 
 
 def _rekeyed(checkpoint: Checkpoint, key_type: str, **more: Any) -> Checkpoint:
-    given = {"units": None, "reference": None, "parameters": None, **more}
-    return apply_key_type(checkpoint, key_type, **given)
+    return apply_key_type(checkpoint, key_type, GivenNames(**more))
 
 
 def _keys(checkpoint: Checkpoint) -> dict[Any, Any]:
@@ -304,7 +303,7 @@ def test_a_dcp_directory_without_planner_data_is_no_order(tmp_path: Path) -> Non
         dcp.save(weights, checkpoint_id=str(path), planner=planner, no_dist=True)
         opened = _open(path)
         assert (not opened.origin.keys_in_order) is not certain
-        orders = parameter_orders(opened, units=None, reference=None, parameters=None)
+        orders = parameter_orders(opened)
         assert [order.ordered for order in orders] == [certain]
 
 

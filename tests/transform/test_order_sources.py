@@ -18,7 +18,7 @@ from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit
 from fsdpckpt.transform.order_sources import from_groups, from_model, from_units
 from fsdpckpt.transform.rekey import to_ids, to_names
-from fsdpckpt.transform.stated_orders import parameter_orders
+from fsdpckpt.transform.stated_orders import GivenNames, parameter_orders
 from tests.flat.flat_synthetic import checkpoint
 from tests.ir.relisted import relisted
 from tests.transform.orders import order_of
@@ -127,7 +127,7 @@ def test_a_module_prefix_changes_rows_and_whatever_is_said_of_them_follows() -> 
 def test_an_order_is_stated_without_an_optimizer_too() -> None:
     bare = checkpoint(1, model=ModelState({"module.a": tensor(3, 2)}))
     for held, names in ((bare, "module.a"), (replace(bare, model=None), "a")):
-        stated = parameter_orders(held, units=None, reference=bare, parameters=["module.a"])
+        stated = parameter_orders(held, GivenNames(reference=bare, parameters=["module.a"]))
         assert {each.names for each in stated} == {(names,)}
         assert to_names(held, stated[0]) is held
         assert to_ids(held, stated[0]) is held

@@ -130,12 +130,12 @@ def _with_named_beside(view: Checkpoint, knowledge: Knowledge, decision: Decisio
     """
     if decision.layout is not Layout.FLATTENED or view.layout is Layout.FLATTENED:
         return view
-    by_name = [knowledge.named_if_proved(replace(view, optim=each, beside=())) for each in view.beside]
-    pairs = zip(view.beside, by_name, strict=True)
-    return replace(
-        view,
-        beside=tuple(each if named is None or named.optim is None else named.optim for each, named in pairs),
-    )
+    beside: list[Optimizer] = []
+    for each in view.beside:
+        named = knowledge.find_named(replace(view, optim=each, beside=()))
+        proved = None if isinstance(named, FsdpckptError) else named.optim
+        beside.append(each if proved is None else proved)
+    return replace(view, beside=tuple(beside))
 
 
 def _joined(main: Checkpoint, opened: Checkpoint, done: Mapping[NamedSection, Draft]) -> Checkpoint:
@@ -219,8 +219,9 @@ def _with_listed_parameters(draft: Draft, decision: Decision) -> Checkpoint:
     for view in [replace(opened, named=()), *views]:
         if view.model is None or view.optim is None:
             continue
-        by_name = own.named_if_proved(view)
-        keys = by_name.optim.keys if by_name is not None and by_name.optim is not None else ()
+        by_name = own.find_named(view)
+        proved = None if isinstance(by_name, FsdpckptError) else by_name.optim
+        keys = proved.keys if proved is not None else ()
         listed.append((view.model, {clean(key) for key in keys if isinstance(key, str)}))
     contents = [opened.model, *(named.content for named in opened.named)]
     models = [_with_parameters(each, listed) for each in contents if isinstance(each, ModelState)]

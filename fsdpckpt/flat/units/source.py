@@ -37,7 +37,7 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.transform.listings import model_names, optimizer_names, unwrapped_names
-from fsdpckpt.transform.units_beside import require_units_beside
+from fsdpckpt.transform.units_beside import units_beside_unreadable
 
 _SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
 
@@ -76,7 +76,9 @@ def source_units(
             next_step=f"name the one that belongs to it: {flags.units('FILE')}",
         )
     if request.file is None:
-        require_units_beside(checkpoint)
+        unreadable = units_beside_unreadable(checkpoint)
+        if unreadable is not None:
+            raise unreadable
     units = load_units(request.file, sources, request.sections) if request.file is not None else None
     if request.file is None or units is None or not units.flat:
         return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
