@@ -28,7 +28,7 @@ def test_an_empty_name_or_dots_in_a_url_are_refused_before_the_store_is_opened(
     url: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gcsfs looks for credentials of the machine first, and waits for them."""
-    monkeypatch.setattr("fsdpckpt.converters.output.streamed.filesystem_of", None)
+    monkeypatch.setattr("fsdpckpt.converters.output.store_publisher.filesystem_of", None)
     torch.save({"w": torch.ones(2)}, tmp_path / "source.pt")
     with pytest.raises(UsageError, match="name in it") as error:
         fsdpckpt.convert(tmp_path / "source.pt", url, to="full", container="torch")

@@ -19,7 +19,7 @@ def publisher_of(request: Request, *, staged: bool = False) -> Publisher:
     """How the output of ``request`` is written and published. ``staged``: to a store, through a local disk."""
     if not is_url(request.target):
         return Rename(request)
-    from fsdpckpt.converters.output.streamed import publisher_for_store
+    from fsdpckpt.converters.output.store_publisher import publisher_for_store
 
     return publisher_for_store(request, staged=staged)
 

@@ -23,35 +23,31 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
 
-from fsdpckpt import flags
 from fsdpckpt.converters.linking import Linking
 from fsdpckpt.converters.output.announced import AnnouncedSources
-from fsdpckpt.converters.output.division import assign_parts
 from fsdpckpt.converters.output.places import OutputPlaces, Place
 from fsdpckpt.converters.output.publisher import (
     Holders,
     InterruptedWork,
-    Publisher,
     Request,
     StagingNeededError,
 )
 from fsdpckpt.converters.output.resume import is_resumable, require_same_run
 from fsdpckpt.converters.output.sent_journal import SentJournal, SentObject, sent_objects
-from fsdpckpt.converters.output.spool import Spool
+from fsdpckpt.converters.output.stream_memory import StreamMemory, divide_memory
 from fsdpckpt.converters.output.upload import Spooled
 from fsdpckpt.converters.prepare import Prepared
 from fsdpckpt.converters.report import Report
 from fsdpckpt.converters.union_sources import UnionSources
-from fsdpckpt.errors import FsdpckptError, SourceError, UsageError
+from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.execute.compared_output import ComparedObject, target_differs
-from fsdpckpt.execute.job import BUFFERS_PER_THREAD, LARGEST_WINDOW, SMALLEST_WINDOW, Budget, Job
+from fsdpckpt.execute.job import Budget, Job
 from fsdpckpt.execute.journal import JournaledWindows, Record, RunIdentity, joined, read_records, run_of
 from fsdpckpt.execute.output import Output
 from fsdpckpt.execute.streamed_output import StreamedOutput
@@ -60,82 +56,15 @@ from fsdpckpt.ir.targets import Target
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.readers.protocol import MANIFEST
-from fsdpckpt.storage import UPLOADING
 from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
 from fsdpckpt.storage.local import replace_file, target_errors
-from fsdpckpt.storage.object_file import ObjectFile, needs_of_parts, parts_held
-from fsdpckpt.storage.parts import MAX_PARTS, renames_at_once, takes_parts
-from fsdpckpt.storage.remote_dst import refuse_odd_names
-from fsdpckpt.storage.remote_store import filesystem_of, is_http
+from fsdpckpt.storage.object_file import ObjectFile
+from fsdpckpt.storage.parts import renames_at_once
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.storage.upload import COPIES, UPLOADED_LAST, RemoteTarget
-from fsdpckpt.text import plural, size_text
+from fsdpckpt.storage.upload import UPLOADED_LAST, RemoteTarget
+from fsdpckpt.text import plural
 
-PART = 5 << 20  # bytes: the smallest part that S3 takes
-_ALIGNED = 64  # bytes: parts of any object begin between elements of any dtype, where its tensors do
-_NEVER_CUT = 1 << 62  # bytes: larger than any object
 _HIDDEN = ".{}.fsdpckpt-staging"  # the directory beside DST, in the store, where a DST of one object is checked
-
-
-def publisher_for_store(request: Request, *, staged: bool = False) -> Publisher:
-    """``publisher_of`` for a target in a store."""
-    refuse_odd_names(request.target)  # before a store is opened: some wait for credentials
-    if staged:
-        return Spooled(request)
-    group, streams = request.group, False
-    with group.step("choose how to write"), group.heartbeat():
-        if group.rank == 0:  # it has the spool, and what it sees of the store is what counts
-            streams = _streams(request)
-    streams = bool(group.broadcast_object(streams, name="how to write"))
-    return Streamed(request) if streams else Spooled(request)
-
-
-def _streams(request: Request) -> bool:
-    options = request.options
-    if options.staging is not None or is_http(request.target):
-        return False
-    try:
-        filesystem, _ = filesystem_of(request.target.rstrip("/"))
-    except SourceError:  # it is raised again where the target is opened
-        return False
-    spool = Spool.of(request.target.rstrip("/"), None)
-    needed = _memory_for(PART, request.group.world_size)
-    if not takes_parts(filesystem) or _holds_files(spool.path) or options.max_memory < needed:
-        return False
-    # A checkpoint in a directory is replaced by a run that has all of the new one. An interrupted run's journals do not
-    # say that the directory is still what it left: another machine may have made a checkpoint there since.
-    return not options.overwrite or not _is_older_directory(request.target, begun=bool(spool.journals()))
-
-
-def _is_older_directory(url: str, *, begun: bool) -> bool:
-    """Whether there are objects below ``url``, and not of an upload that was ``begun`` and is not complete.
-
-    As far as the store says: an error is raised where it is opened.
-    """
-    directory = url.rstrip("/")
-    with Sources() as sources:
-        try:
-            entry = sources.stat(directory)
-            there = entry is not None and entry.directory
-            return there and not (begun and sources.stat(f"{directory}/{UPLOADING}") is not None)
-        except SourceError:
-            return True
-
-
-_EXCHANGE = 8 << 20  # bytes: the least with which workers exchange bytes and write windows
-
-
-def _memory_for(part: int, workers: int) -> int:
-    """The least ``--max-memory`` with which parts of ``part`` bytes are sent: what one thread needs, less one part."""
-    return COPIES * part + (BUFFERS_PER_THREAD * SMALLEST_WINDOW if workers == 1 else _EXCHANGE)
-
-
-def _holds_files(path: str) -> bool:
-    """Whether a run has staged its output at ``path``, beyond the lists that ``Streamed`` keeps there."""
-    if os.path.isfile(path):
-        return True
-    names = (name for _, _, files in os.walk(path) for name in files)
-    return any(not name.endswith(UPLOADED_LAST) for name in names)
 
 
 class Streamed(Spooled):
@@ -153,10 +82,7 @@ class Streamed(Spooled):
         self._source_files = 0
         self._staged = ""  # of a DST of one object: the name under which it is sent
         self._begun_there = False
-        self._budget = Budget(1, SMALLEST_WINDOW)  # of each rank
-        self._part = PART
-        self._held = 0  # the most parts of which a rank waits for what others write
-        self._shares = True  # whether several ranks send one object
+        self._memory = StreamMemory(request.options.max_memory)
         self._published = False
 
     def look(self) -> None:
@@ -166,70 +92,25 @@ class Streamed(Spooled):
         """Nothing is moved aside in a store."""
 
     def budget_for(self, budget: Budget, plan: Plan | None) -> Budget:
-        """Each thread has its windows, the part that it fills and the part that it sends, which the store's package
-        copies. The whole may exceed ``--max-memory`` by one part.
-        """
+        """Raises StagingNeededError for one object in a store that cannot move it into place."""
         one_object = False
         with self.group.step("divide the memory"):
             if plan is not None:
                 one_object = [file.path for file in plan.files] == [""]
-                self._divide_memory(budget, plan)
-        numbers = (self._part, self._budget.threads, self._budget.window, one_object, self._held, self._shares)
-        shared = self.group.broadcast_object(numbers, name="the memory")
-        self._part, threads, window, one_object, self._held, self._shares = cast(
-            "tuple[int, int, int, bool, int, bool]", shared
-        )
+                self._memory = divide_memory(
+                    plan, budget, max_memory=self.options.max_memory, workers=self.group.world_size
+                )
+        message = (asdict(self._memory), one_object)
+        shared = self.group.broadcast_object(message, name="the memory")
+        memory, one_object = cast("tuple[dict[str, Any], bool]", shared)
+        self._memory = StreamMemory(**memory)
         if one_object and not self._compares and not renames_at_once(self._store.filesystem):
             raise StagingNeededError
-        self._budget = Budget(threads, window)
-        return self._budget
+        return self._memory.budget
 
     @property
     def copy_memory(self) -> int:
-        return self._memory - self._budget.threads * self._of_parts
-
-    @property
-    def _memory(self) -> int:
-        """Bytes of the whole but the parts that wait for other ranks: see ``budget_for``."""
-        return self.options.max_memory + self._part - self._held * self._part
-
-    @property
-    def _of_parts(self) -> int:
-        """Bytes of the parts of one thread: of the one that it fills, and of the one that it sends."""
-        return (COPIES + 1) * self._part
-
-    def _divide_memory(self, budget: Budget, plan: Plan) -> None:
-        longest = max((file.nbytes for file in plan.files), default=0)
-        self._part = max(PART, -(-longest // (MAX_PARTS * _ALIGNED)) * _ALIGNED)
-        needed = _memory_for(self._part, self.group.world_size)
-        if needed > self.options.max_memory:
-            raise UsageError(
-                f"{flags.max_memory} is too small to send parts of {size_text(self._part)}",
-                expected=f"at least {size_text(needed)}",
-                found=size_text(self.options.max_memory),
-                why=f"a store takes at most {MAX_PARTS:,} parts of a file; the largest has {size_text(longest)}",
-                next_step=f"{flags.max_memory(f'{-(-needed >> 20)}MiB')}, or {flags.staging('DIR')} with room for all "
-                "of the output",
-            )
-        held = self._most_held(plan)
-        self._shares = needed + held * self._part <= self.options.max_memory
-        self._held = held if self._shares else 0
-        share = self._of_parts + BUFFERS_PER_THREAD * (LARGEST_WINDOW // 2)
-        threads = max(min(budget.threads, self._memory // share), 1)
-        window = (self._memory // threads - self._of_parts) // BUFFERS_PER_THREAD // SMALLEST_WINDOW * SMALLEST_WINDOW
-        self._budget = Budget(threads, max(min(window, LARGEST_WINDOW), SMALLEST_WINDOW))
-
-    def _most_held(self, plan: Plan) -> int:
-        """The most parts that a rank holds until others know the checksums in them."""
-        if self.group.world_size == 1:
-            return 0
-        held: Counter[int] = Counter()
-        for segment in assign_parts(plan, range(self.group.world_size), self._part):
-            file = plan.files[segment.file]
-            if (segment.begin, segment.end) != (0, file.nbytes):
-                needs = needs_of_parts(file.nbytes, self._part, file.checksums)
-                held[segment.owner] += parts_held(needs, self._part, segment.begin, segment.end)
-        return max(held.values(), default=0)
+        return self._memory.for_copies
 
     def find_work(self, prepared: Prepared, budget: Budget, sources: Sources) -> Note | None:
         if not self._spool.journals():
@@ -242,8 +123,7 @@ class Streamed(Spooled):
         self._staged = "" if directory else self._hidden_name()
         path = store.url if directory or self._compares else f"{store.url.rpartition('/')[0]}/{self._staged}"
         workers = tuple(range(self.group.world_size))
-        part = self._part if self._shares else _NEVER_CUT
-        place = Place(0, 0, workers, path, path, complete=self._compares, part=part)
+        place = Place(0, 0, workers, path, path, complete=self._compares, part=self._memory.cut)
         self._places = OutputPlaces((place,), (0,) * len(workers))
         return self._places
 
@@ -375,7 +255,7 @@ class Streamed(Spooled):
                 objects,
                 name,
                 output.plan.nbytes,
-                part=self._part,
+                part=self._memory.part,
                 checksums=output.plan.checksums,
                 completed=lambda: self._note_sent(objects, name, output),
                 before=require_own,
@@ -454,14 +334,13 @@ class Streamed(Spooled):
         notes = report.notes
         if not report.dry_run and os.path.lexists(self._spool.root):
             notes = (*notes, self._left_behind_note())
-        memory = self._budget.nbytes + self._budget.threads * self._of_parts + self._held * self._part
         return replace(
             report.uploaded_to(self._url),
             notes=notes,
             replaced=self._replaced,
             streamed=True,
             disk_free=None,
-            peak_memory_planned=min(memory, self.options.max_memory + self._part),
+            peak_memory_planned=self._memory.peak,
         )
 
     def discard_useless(self, error: BaseException, *, several_journals: bool) -> None:
