@@ -11,7 +11,7 @@ from fsdpckpt.execute.job import Budget
 from fsdpckpt.ir import Layout, Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Note
 from fsdpckpt.ir.files import require_stored
-from fsdpckpt.ir.stored_once import stored_bytes
+from fsdpckpt.ir.stored_once import bytes_stored_once
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.staging import free_bytes
 
@@ -71,7 +71,7 @@ def make_report(
         replaced=replaced,
         was_complete=was_complete,
         loads=_loads(decision, checkpoint, target),
-        tensor_bytes=stored_bytes(list(checkpoint.leaves())),
+        tensor_bytes=bytes_stored_once(list(checkpoint.leaves())),
     )
 
 

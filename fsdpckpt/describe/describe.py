@@ -18,7 +18,7 @@ from fsdpckpt.ir import SectionName
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType, NamedSection, NamedTensor, Note, Section
 from fsdpckpt.ir.files import Stored, stored_by_number
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.stored_once import stored
+from fsdpckpt.ir.stored_once import have_own_bytes
 from fsdpckpt.ir.tensors import Boxes, Stats, Tensor
 from fsdpckpt.ir.values import Global, Key, Object, Value, value_text, walk
 from fsdpckpt.notebook import table
@@ -165,7 +165,7 @@ def stored_files(checkpoint: Checkpoint) -> list[Stored]:
 
 
 def _summary(tensors: list[NamedTensor]) -> SectionSummary:
-    own = stored([named.tensor for named in tensors])
+    own = have_own_bytes([named.tensor for named in tensors])
     once = [named.tensor for named, has_bytes in zip(tensors, own, strict=True) if has_bytes]
     return SectionSummary(
         tensors=len(tensors),

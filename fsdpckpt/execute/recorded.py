@@ -16,7 +16,7 @@ from fsdpckpt.execute.checks import copy_spans
 from fsdpckpt.execute.window import MAX_GAP
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums, ManifestFile, Note
 from fsdpckpt.ir.files import stored_by_number
-from fsdpckpt.ir.spans import covered_bytes, stored_bytes
+from fsdpckpt.ir.spans import covered_bytes, tensor_bytes_by_file
 from fsdpckpt.ir.tensors import distinct
 from fsdpckpt.plan import Plan
 from fsdpckpt.readers.protocol import MANIFEST
@@ -47,7 +47,7 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
     sums = checkpoint.checksums
     own = np.bincount(sums.file, minlength=len(checkpoint.files))
     summed = set(distinct(sums.file[sums.crc != 0]).tolist())  # all 0: saved without checksums
-    read, selected = _bytes_read(plan), stored_bytes(checkpoint.leaves()) or {}
+    read, selected = _bytes_read(plan), tensor_bytes_by_file(checkpoint.leaves()) or {}
     rows: list[tuple[int, int, int, int]] = []
     unchecked: list[str] = []
     for number, file in stored_by_number(checkpoint.files).items():
@@ -58,7 +58,7 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
         nbytes = read.get(number, 0)
         # Not one that is left out; and of one with records, their own checksums prove the part that is taken.
         partly = number in read and not records
-        needed = partly or listed.stored in (nbytes, selected.get(number, 0))
+        needed = partly or listed.tensor_bytes in (nbytes, selected.get(number, 0))
         if needed and _is_cheap(listed, nbytes, records, url=is_url(file.path)):
             rows.append((number, 0, file.nbytes, listed.crc))
         elif number in read and not records:

@@ -17,12 +17,12 @@ from fsdpckpt.text import names_text
 class ManifestFile:
     """Length and CRC-32 of a whole file. ``crc`` is None for a file that was linked, not read.
 
-    ``stored``: how many of its bytes belong to tensors of the checkpoint; None if that is not known.
+    ``tensor_bytes``: how many of its bytes belong to tensors of the checkpoint; None if that is not known.
     """
 
     nbytes: int
     crc: int | None
-    stored: int | None = None
+    tensor_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def chunk_ends(tensor: Tensor) -> Int64Array:
     return ends
 
 
-def stored_bytes(tensors: Iterable[Tensor]) -> dict[int, int] | None:
+def tensor_bytes_by_file(tensors: Iterable[Tensor]) -> dict[int, int] | None:
     """By file, how many of its bytes belong to ``tensors``; None if some of them have not been located in a file."""
     file, begin, end = ranges_of(list(tensors))
     filled = end > begin

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpckpt.ir.tensors import Tensor, ranges_of
 
 
-def stored(tensors: Sequence[Tensor]) -> list[bool]:
+def have_own_bytes(tensors: Sequence[Tensor]) -> list[bool]:
     """For each of ``tensors`` whether it has bytes of its own: False if the bytes of others hold all of it.
 
     Of tensors with the same bytes the first is stored. One whose bytes are not located counts as stored.
@@ -40,6 +40,6 @@ def stored(tensors: Sequence[Tensor]) -> list[bool]:
     return result
 
 
-def stored_bytes(tensors: Sequence[Tensor]) -> int:
+def bytes_stored_once(tensors: Sequence[Tensor]) -> int:
     """The bytes of ``tensors``, those that several names share once."""
-    return sum(tensor.nbytes for tensor, own in zip(tensors, stored(tensors), strict=True) if own)
+    return sum(tensor.nbytes for tensor, own in zip(tensors, have_own_bytes(tensors), strict=True) if own)

@@ -32,7 +32,7 @@ from fsdpckpt.ir.checkpoint import (
 )
 from fsdpckpt.ir.files import paths_in, stored_by_number
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.spans import stored_bytes
+from fsdpckpt.ir.spans import tensor_bytes_by_file
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.text_keys import LostDict
 from fsdpckpt.ir.units import Units
@@ -131,7 +131,7 @@ def with_manifest(checkpoint: Checkpoint, read: ReadManifest, sources: Sources) 
         notes = (Note("manifest", problem.message) for problem in read.problems)  # a conversion reports these
         checkpoint.ledger = checkpoint.ledger.with_notes(*notes)
         return checkpoint
-    checkpoint.origin = replace(checkpoint.origin, manifest=_with_stored_bytes(manifest, checkpoint))
+    checkpoint.origin = replace(checkpoint.origin, manifest=_with_tensor_bytes(manifest, checkpoint))
     present = present_files(manifest, sources)
     contradictions = _contradictions(manifest, present, checkpoint, sources)
     checkpoint.ledger = checkpoint.ledger.with_problems(*check_listing(manifest, present), *contradictions)
@@ -230,17 +230,18 @@ def _add_manifest(
     files = {posixpath.join(folder, name): listed for name, listed in manifest.files.items()}
     whole = checkpoint.origin.manifest
     whole = Manifest(manifest.path, top, files, {}) if whole is None else replace(whole, files={**whole.files, **files})
-    checkpoint.origin = replace(checkpoint.origin, manifest=_with_stored_bytes(whole, checkpoint))
+    checkpoint.origin = replace(checkpoint.origin, manifest=_with_tensor_bytes(whole, checkpoint))
 
 
-def _with_stored_bytes(manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
+def _with_tensor_bytes(manifest: Manifest, checkpoint: Checkpoint) -> Manifest:
     """``manifest`` with how much of each file belongs to tensors."""
-    stored = stored_bytes(checkpoint.leaves())
-    if stored is None:
+    by_number = tensor_bytes_by_file(checkpoint.leaves())
+    if by_number is None:
         return manifest
-    by_path = {file.path: stored.get(number, 0) for number, file in stored_by_number(checkpoint.files).items()}
-    paths = {name: manifest.path_of(name) for name in manifest.files}
-    files = {name: replace(listed, stored=by_path.get(paths[name], 0)) for name, listed in manifest.files.items()}
+    by_path = {file.path: by_number.get(number, 0) for number, file in stored_by_number(checkpoint.files).items()}
+    files: dict[str, ManifestFile] = {}
+    for name, listed in manifest.files.items():
+        files[name] = replace(listed, tensor_bytes=by_path.get(manifest.path_of(name), 0))
     return replace(manifest, files=files)
 
 

@@ -23,7 +23,7 @@ from fsdpckpt.ir.dtypes import numpy_dtype
 from fsdpckpt.ir.optimizer import ParamKey
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.spans import chunk_ends
-from fsdpckpt.ir.stored_once import stored_bytes
+from fsdpckpt.ir.stored_once import bytes_stored_once
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import Value, as_float
 from fsdpckpt.notebook import table
@@ -176,7 +176,7 @@ def verify_checkpoint(
         problems=tuple(dict.fromkeys(problems)),
         digests=tuple(tensor_digests),
         tensors=len(tensors),
-        nbytes=stored_bytes([named.tensor for named in tensors]),
+        nbytes=bytes_stored_once([named.tensor for named in tensors]),
         records=len(ranges),
         replicas=sum(len(rows) - 1 for sets in values.replicas.values() for rows in sets),
         notes=(

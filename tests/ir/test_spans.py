@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdpckpt.ir.dtypes import DTYPES
-from fsdpckpt.ir.spans import stored_bytes
+from fsdpckpt.ir.spans import tensor_bytes_by_file
 from fsdpckpt.ir.tensors import Chunks, Tensor
 
 
@@ -23,11 +23,11 @@ def test_bytes_that_several_tensors_have_count_once_in_each_file() -> None:
         tensor("int8", (), Chunks.whole(file=2, offset=5, shape=())),
         tensor("int16", (3, 2), Chunks.whole(file=2, offset=6, shape=(3, 2), stride=(1, 3))),
     ]
-    assert stored_bytes(held) == {0: 8 + 48, 1: 8 + 48, 2: 1 + 12}
+    assert tensor_bytes_by_file(held) == {0: 8 + 48, 1: 8 + 48, 2: 1 + 12}
 
 
 def test_nothing_is_known_of_what_has_not_been_located_unless_it_is_empty() -> None:
     empty = tensor("float32", (0, 4), Chunks.whole(file=0, offset=-1, shape=(0, 4)))
-    assert stored_bytes([empty, tensor("int8", (7,), Chunks.whole(file=0, offset=3, shape=(7,)))]) == {0: 7}
-    assert stored_bytes([tensor("int8", (7,), Chunks.whole(file=0, offset=-1, shape=(7,)))]) is None
-    assert stored_bytes([]) == {}
+    assert tensor_bytes_by_file([empty, tensor("int8", (7,), Chunks.whole(file=0, offset=3, shape=(7,)))]) == {0: 7}
+    assert tensor_bytes_by_file([tensor("int8", (7,), Chunks.whole(file=0, offset=-1, shape=(7,)))]) is None
+    assert tensor_bytes_by_file([]) == {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.ir.stored_once import stored, stored_bytes
+from fsdpckpt.ir.stored_once import bytes_stored_once, have_own_bytes
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.sources import Sources
 
@@ -36,10 +36,10 @@ def test_a_flat_parameter_and_its_slices_are_counted_once(tmp_path: Path) -> Non
     source = saved(tmp_path / "a.pt", {"w": flat[:4], "b": flat[4:9], "flat": flat, "other": torch.randn(2)})
     with Sources() as sources:
         tensors = {named.key: named.tensor for named in open_checkpoint(str(source), sources=sources).tensors()}
-    assert dict(zip(tensors, stored(list(tensors.values())), strict=True)) == {
+    assert dict(zip(tensors, have_own_bytes(list(tensors.values())), strict=True)) == {
         "w": False, "b": False, "flat": True, "other": True,
     }  # fmt: skip
-    assert stored_bytes(list(tensors.values())) == 13 * 4
+    assert bytes_stored_once(list(tensors.values())) == 13 * 4
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_only_what_another_holds_wholly_is_not_counted(tmp_path: Path, content: 
 
 
 def test_no_tensors_are_none() -> None:
-    assert stored([]) == [] and stored_bytes([]) == 0
+    assert have_own_bytes([]) == [] and bytes_stored_once([]) == 0
 
 
 def test_bytes_of_tensors_with_equal_shapes_are_those_of_each_dtype(tmp_path: Path) -> None:
