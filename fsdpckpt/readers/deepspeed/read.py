@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import cast
 
 from fsdpckpt import flags
 from fsdpckpt.errors import SourceIncompleteError, SourceUnsupportedError
@@ -19,6 +18,13 @@ from fsdpckpt.ir.checkpoint import Evidence, EvidenceKind, Layout, Note, Problem
 from fsdpckpt.ir.values import Key, Value
 from fsdpckpt.readers.deepspeed.autoep import AutoExperts, auto_experts, require_places
 from fsdpckpt.readers.deepspeed.autotp import shards_of_autotp
+from fsdpckpt.readers.deepspeed.columns import (
+    Column,
+    columns_of,
+    flat_tensors_of_experts,
+    members_of,
+    parameters_of,
+)
 from fsdpckpt.readers.deepspeed.experts import (
     Experts,
     data_first,
@@ -30,25 +36,14 @@ from fsdpckpt.readers.deepspeed.experts import (
 )
 from fsdpckpt.readers.deepspeed.layers import with_layers, with_stages
 from fsdpckpt.readers.deepspeed.module_states import ModuleStates
-from fsdpckpt.readers.deepspeed.partitions import (
-    FlatGroup,
-    FlatGroups,
-    PartitionError,
-    Slice,
-    is_count,
-    optimizer_order,
-    partitions_of_groups,
-    partitions_of_params,
-)
+from fsdpckpt.readers.deepspeed.partitions import FlatGroup, Slice
 from fsdpckpt.readers.deepspeed.pieces import MAP_INFO, Partitions
 from fsdpckpt.readers.deepspeed.rank_states import (
     DESCRIBED_STATES,
     RankStates,
-    gaps_of,
     rank_states,
     recorded_names,
     require_in_files,
-    require_record,
     steps_of,
 )
 from fsdpckpt.readers.deepspeed.required_files import (
@@ -76,7 +71,7 @@ from fsdpckpt.readers.deepspeed.step import (
     require_same,
     section_of,
 )
-from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards
+from fsdpckpt.readers.model_shards import RankGrid
 from fsdpckpt.readers.protocol import FileTable, PartContents, file_name
 from fsdpckpt.readers.torch_ranks.read import separate_extras
 from fsdpckpt.storage.sources import Sources
@@ -173,47 +168,6 @@ def _recorded(module: Sequence[StepFile], optim: Sequence[StepFile]) -> dict[int
     return found if all(found.values()) else {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """One model-parallel rank: the file of its module states, the flat tensors of its data-parallel ranks, the shapes
-    of its trained parameters, and these by param group.
-    """
-
-    module: StepFile
-    model_rank: int
-    flat: FlatGroups
-    shapes: FlatGroup
-    members: list[list[str]]
-
-
-def _flat_tensors_of_experts(groups: Sequence[StateDict]) -> set[int]:
-    """The flat tensors of param groups of experts: one each, or under ZeRO 3 the sub-groups of each."""
-    listed = [group.get("params") for group in groups if is_of_experts(group)]
-    found = [number for each in listed if isinstance(each, (list, tuple)) for number in each]
-    return {number for number in found if is_count(number)}
-
-
-def _members_of(rank: RankStates, flat: FlatGroups) -> list[list[str]]:
-    """The parameters of each param group of ``rank``."""
-    groups = groups_by_name(rank.groups, flat.params, rank.file.path)
-    return [cast("list[str]", group["params"]) for group in groups]
-
-
-def _members(columns: Sequence[_Column]) -> list[list[str]]:
-    """The parameters of each param group, on all model-parallel ranks. Raises SourceCorruptError unless all ranks have
-    the same number of groups.
-    """
-    first = columns[0]
-    members: list[dict[str, None]] = [{} for _ in first.members]
-    for column in columns:
-        if len(column.members) != len(members):
-            groups = plural(len(column.members), "param group")
-            raise contradiction(column.module.path, f"its optimizer has {groups}, and the first one {len(members)}")
-        for listed, names in zip(members, column.members, strict=True):
-            listed.update(dict.fromkeys(names))
-    return [list(listed) for listed in members]
-
-
 @dataclass(slots=True)
 class _Step:
     """One step while it is read."""
@@ -230,7 +184,7 @@ class _Step:
         """The same step, of a model whose ``experts`` AutoEP divided: each expert-parallel rank is a model-parallel one
         of its own, among which the other parameters are replicated. ``files``: of the experts, without ZeRO 3.
         """
-        numbers = _flat_tensors_of_experts(rank_states(self.optim[0]).groups)
+        numbers = flat_tensors_of_experts(rank_states(self.optim[0]).groups)
         of_experts = [shapes for number, shapes in enumerate(self.module.groups()) if number in numbers]
         module = replace(self.module, shards=experts.shards(self.directory, self.module.first, of_experts))
         if module.partitioned:  # each rank's module states have its part of the experts
@@ -287,13 +241,12 @@ class _Step:
                 why=f"{ranks[0].file.path} has a param group of experts (moe), and each expert is in a separate file",
                 next_step="copy all layer_*_expert_*_model_states.pt into the directory",
             )
-        columns = self._expert_columns(ranks, self.experts) if self.experts is not None else []
-        columns = columns or [self._column(file, ranks) for file in self.module.of_model_ranks]
-        partitions = Partitions(self.module.grid, self._parameters(columns))
+        columns = columns_of(self.module, ranks, self.experts, round_robin=self._round_robin())
+        partitions = Partitions(self.module.grid, parameters_of(columns, self.module.shards))
         for column in columns:
             for slices in column.flat.slices:
                 partitions.add(column.model_rank, chain(*slices))
-        members = _members(columns)
+        members = members_of(columns)
         named = [self._named(rank, columns[rank.file.model_rank], partitions, members) for rank in ranks]
         merged = merge_files(self.optim, named)
         trained = partitions.parameters
@@ -311,97 +264,7 @@ class _Step:
         self._describe(tree, trained)
         return tree
 
-    def _column(self, module: StepFile, ranks: Sequence[RankStates]) -> _Column:
-        """The flat tensors of one model-parallel rank, whose module states are in ``module``."""
-        groups = self.module.groups(module)
-        of_rank = [rank for rank in ranks if rank.file.model_rank == module.model_rank]
-        flat = self._partitions(of_rank, groups)
-        shapes = {name: shape for group in groups for name, shape in group.items()}
-        return _Column(module, module.model_rank, flat, shapes, _members_of(of_rank[0], flat))
-
-    def _expert_columns(self, ranks: Sequence[RankStates], experts: Experts | AutoExperts) -> list[_Column]:
-        """The flat tensors of each expert-parallel rank. Those of experts are divided among the ranks that have them,
-        the others among all of their pipeline stage.
-        """
-        columns: list[_Column] = []
-        for file in self.module.of_model_ranks:
-            stage, expert_rank = divmod(file.model_rank, experts.size)
-            if expert_rank == 0:  # under ZeRO 3 the others have files of module states, too
-                of_stage = [rank for rank in ranks if rank.file.model_rank // experts.size == stage]
-                columns += self._columns_of_stage(file, of_stage, experts)
-        return columns
-
-    def _columns_of_stage(
-        self, file: StepFile, ranks: Sequence[RankStates], experts: Experts | AutoExperts
-    ) -> list[_Column]:
-        """The flat tensors of each expert-parallel rank of one stage, whose module states are in ``file``."""
-        groups = self.module.groups(file)
-        own = _flat_tensors_of_experts(ranks[0].groups)
-        shared = [number for number in range(len(groups)) if number not in own]
-        if len(ranks[0].weights) != len(groups) or not own <= set(range(len(groups))):
-            what = f"it has {plural(len(ranks[0].weights), 'flat tensor')}"
-            raise contradiction(ranks[0].file.path, f"{what}, and the module has {plural(len(groups), 'group')}")
-        common = self._partitions(ranks, [groups[number] for number in shared], shared)
-        columns = []
-        for expert_rank in range(experts.size):
-            model_rank = file.model_rank + expert_rank
-            members = [number for number, rank in enumerate(ranks) if rank.file.model_rank == model_rank]
-            of_rank = [ranks[number] for number in members]
-            flat = self._partitions(of_rank, [groups[number] for number in sorted(own)], sorted(own))
-            names = {name: new for group in groups for name, new in experts.named(group, expert_rank).items()}
-            params: list[list[str]] = [[] for _ in groups]
-            slices: list[list[list[Slice]]] = [[[] for _ in groups] for _ in members]
-            for numbers, part, rows in ((shared, common, members), (sorted(own), flat, range(len(members)))):
-                for at, number in enumerate(numbers):
-                    params[number] = [names[name] for name in part.params[at]]
-                    for of, row in zip(slices, rows, strict=True):
-                        of[number] = [replace(each, name=names[each.name]) for each in part.slices[row][at]]
-            placed_in = FlatGroups(params, slices)
-            shapes = experts.shapes(groups, expert_rank)
-            columns.append(_Column(file, model_rank, placed_in, shapes, _members_of(of_rank[0], placed_in)))
-        return columns
-
-    def _parameters(self, columns: Sequence[_Column]) -> dict[str, Shards]:
-        """All trained parameters, with what each model-parallel rank holds of them."""
-        parameters: dict[str, Shards] = {}
-        held: dict[str, dict[int, ModelShard]] = {}
-        for column in columns:
-            for name, shape in column.shapes.items():
-                shards = self.module.shards.get(name)
-                if shards is None:  # it is whole, on each stage of a pipeline that has it
-                    by_rank = held.setdefault(name, {})
-                    by_rank[column.model_rank] = ModelShard.of_whole(shape)
-                    parameters.setdefault(name, Shards(shape, by_rank))
-                elif shards.by_rank[column.model_rank].shape != shape:
-                    raise contradiction(column.module.path, f"{name} has another shape than in {MAP_INFO}")
-                else:
-                    parameters[name] = shards
-        return parameters
-
-    # The content of the files
-
-    def _partitions(
-        self, ranks: Sequence[RankStates], shapes: Sequence[FlatGroup], numbers: Sequence[int] | None = None
-    ) -> FlatGroups:
-        """The places of the parameters in the flat tensors that are divided among ``ranks``: those with these
-        ``numbers``, or all of them.
-        """
-        count = len(ranks[0].weights)
-        numbers = range(count) if numbers is None else numbers
-        if any(len(rank.weights) != count for rank in ranks) or any(number >= count for number in numbers):
-            raise contradiction(ranks[0].file.path, f"it has {plural(count, 'flat tensor')}, and other ranks others")
-        lengths = [rank.lengths(numbers) for rank in ranks]
-        try:
-            if self.module.partitioned:
-                return partitions_of_params(shapes, lengths)
-            flat = partitions_of_groups(shapes, gaps_of(ranks[0], numbers), lengths)
-        except PartitionError as error:
-            raise contradiction(ranks[0].file.path, str(error)) from None
-        if self._round_robin():
-            flat.params = [optimizer_order(names, len(ranks)) for names in flat.params]
-        else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
-            require_record(ranks, flat, numbers)
-        return flat
+    # DeepSpeed's configuration
 
     def _round_robin(self) -> bool:
         """Whether the parameters of a flat tensor were dealt to the ranks in turn."""
@@ -416,7 +279,7 @@ class _Step:
     # The ranks' files, rewritten
 
     def _named(
-        self, rank: RankStates, column: _Column, partitions: Partitions, members: Sequence[Sequence[str]]
+        self, rank: RankStates, column: Column, partitions: Partitions, members: Sequence[Sequence[str]]
     ) -> StateDict:
         """One rank's optimizer file with parameters in place of flat tensors. ``members``: of each param group."""
         slices = {part.name: part for group in column.flat.slices[rank.file.data_rank] for part in group}
