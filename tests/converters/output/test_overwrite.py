@@ -514,7 +514,7 @@ def test_what_appears_at_a_new_dst_meanwhile_is_not_deleted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool, overwrite: bool
 ) -> None:
     target = tmp_path / ("out" if directory else "out.pt")
-    after_the_check(monkeypatch, "_rename", lambda: write(target / "all.csv" if directory else target, "42"))
+    after_the_check(monkeypatch, "rename_if_absent", lambda: write(target / "all.csv" if directory else target, "42"))
     with pytest.raises(TargetExistsError, match=r"exists|no part|not read|changed"):
         fsdpckpt.convert(source, target, to="sharded" if directory else "full", overwrite=overwrite)
     assert everything(target) == {"all.csv" if directory else ".": b"42"}
