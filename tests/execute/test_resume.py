@@ -99,7 +99,6 @@ class Scene:
         with pytest.raises(Stop):
             self.run(JournaledWindows(), Stopping(windows))
         found = read_run(self.journal)
-        assert found is not None
         assert found[0] == self.identity()
         return found[1]
 
@@ -174,7 +173,6 @@ def test_a_run_stopped_many_times_comes_to_its_end(tmp_path: Path, seed: int) ->
             break
         except Stop:
             found = read_run(made.journal)
-            assert found is not None
             journaled = found[1]
             counts.append(journaled.nbytes)
     made.require_expected(crcs)
@@ -340,7 +338,6 @@ def test_a_signal_while_the_threads_start_waits_for_the_window_that_is_being_wri
         made.run(JournaledWindows())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fsdpckpt-")]
     found = read_run(made.journal)
-    assert found is not None
     assert found[1].nbytes > 0
     made.require_expected(made.run(found[1]))
 

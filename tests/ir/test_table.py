@@ -107,7 +107,6 @@ def test_ids_that_nothing_names_are_open_and_keep_their_states() -> None:
 
 def test_rows_say_what_is_known_of_them() -> None:
     held = trained([{"params": ["w"]}], {"w": {}})
-    assert held.model is not None
     held.model.params["b"] = whole(3, sharded=False, offset=64)
     table = Table.of(held)
     assert [row.kind for row in table.parameters.rows] == [

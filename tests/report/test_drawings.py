@@ -58,7 +58,6 @@ def test_the_memory_of_a_rank_is_what_torch_chunk_gives_the_first(ranks: int) ->
 
 def test_a_curve_is_logarithmic_and_breaks_where_there_is_no_value() -> None:
     drawn = curve("t", [0, 1, 2, 4], [Line("RMS", "k", [0.01, 0.1, None, 1.0])])
-    assert drawn is not None
     (line,) = drawn["lines"]
     assert len(line["points"]) == 2
     (x0, y0, _), (x1, y1, _), (_, y4, words) = line["dots"]

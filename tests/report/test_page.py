@@ -252,7 +252,6 @@ def test_a_mask_of_minus_infinity_is_no_problem_and_a_weight_is(tmp_path: Path) 
         torch.save({"mask": whole, **shards}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
     described = fsdpckpt.inspect(tmp_path, stats=True)
     model = described.checkpoint.model
-    assert model is not None
     for name, tensor in model.params.items():  # as a sharded checkpoint says it
         assert isinstance(tensor, Tensor)
         model.params[name] = replace(tensor, sharded=name != "mask")

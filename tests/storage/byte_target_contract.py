@@ -172,7 +172,6 @@ class StagedFile:
 
     def commit(self) -> None:
         self._file.commit()
-        assert self._staging is not None
         self._staging.commit()
         self.close()
 

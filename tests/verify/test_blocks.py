@@ -59,30 +59,6 @@ def test_any_grid_in_any_memory_order_comes_out_row_major(data: st.DataObject) -
     assert joined(reader(raw, limit), tensor, limit) == array.tobytes()
 
 
-def test_a_transposed_tensor_larger_than_the_limit_is_gathered_in_bounded_reads() -> None:
-    array = random_array(1, (700, 301))
-    raw = Raw(Path(), 1)
-    tensor = raw.put(array, order=(1, 0))
-    assert joined(reader(raw, 4096), tensor, 4096) == array.tobytes()
-
-
-def test_an_expanded_tensor_of_stride_zero_is_repeated() -> None:
-    raw = Raw(Path(), 1)
-    raw.data[0] += np.array([1.5, 2.5], np.float32).tobytes()
-    tensor = Tensor(DTYPES["float32"], (3, 2), Chunks.whole(file=0, offset=5, shape=(3, 2), stride=(0, 1)))
-    expected = np.array([[1.5, 2.5]] * 3, np.float32).tobytes()
-    assert joined(reader(raw, 1024), tensor, 1024) == expected
-
-
-def test_an_expanded_column_is_not_read_as_if_it_were_contiguous() -> None:
-    """``x[:, :1].expand(2, 3)`` of a 2 x 5 matrix: its 6 elements span exactly 6."""
-    raw = Raw(Path(), 1)
-    raw.data[0] += np.arange(10, dtype=np.float32).tobytes()
-    tensor = Tensor(DTYPES["float32"], (2, 3), Chunks.whole(file=0, offset=5, shape=(2, 3), stride=(5, 0)))
-    expected = np.array([[0, 0, 0], [5, 5, 5]], np.float32).tobytes()
-    assert joined(reader(raw, 1024), tensor, 1024) == expected
-
-
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_elements_at_any_strides_come_out_row_major(data: st.DataObject) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fsdpckpt.ir.checkpoint import NamedTensor, Section
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Stats, Tensor
 from fsdpckpt.storage.sources import Sources
@@ -25,33 +25,20 @@ def measured(raw: Raw, tensor: Tensor) -> Stats | None:
         return stats(BlockReader(checkpoint.files, sources), tensor)
 
 
-def test_the_digest_is_the_sha256_of_the_row_major_bytes_in_any_layout(tmp_path: Path) -> None:
-    array = random_array(1, (11, 6))
-    result = set()
-    for name, boxes, order in (
-        ("one", None, None),
-        ("three", rows(array.shape, 3), None),
-        ("four", rows(array.shape, 4), (1, 0)),
-        ("columns", [((0, 0), (11, 1)), ((0, 1), (11, 5))], None),
-    ):
-        raw = Raw(tmp_path / name, len(boxes or [0]))
-        checkpoint = raw.checkpoint({"w": raw.put(array, boxes, order=order)})
-        with Sources() as sources:
-            result.update(one.sha256 for one in verify_checkpoint(checkpoint, sources=sources, digests=True).digests)
-    as_torch = torch.from_numpy(array.copy()).view(torch.uint8).numpy().tobytes()
-    assert result == {hashlib.sha256(as_torch).hexdigest()}
-
-
-def test_the_digests_of_many_tensors_come_in_their_order_from_two_threads(tmp_path: Path) -> None:
-    arrays = [random_array(n, (n % 7 + 1, 5)) for n in range(60)]
-    raw = Raw(tmp_path, 2)
-    tensors = {f"w{n}": raw.put(array, ranks=[n % 2]) for n, array in enumerate(arrays)}
+def test_digests_are_the_sha256_of_row_major_bytes_in_any_layout_in_their_order(tmp_path: Path) -> None:
+    raw, tensors, expected = Raw(tmp_path, 4), {}, []
+    layouts: list[tuple[Any, Any]] = [(None, None), (rows((11, 6), 3), None), (rows((11, 6), 4), (1, 0))]
+    layouts.append(([((0, 0), (11, 1)), ((0, 1), (11, 5))], None))
+    for number in range(60):
+        array = random_array(number, (11, 6) if number < 4 else (number % 7 + 1, 5))
+        boxes, order = layouts[number] if number < 4 else (None, None)
+        tensors[f"w{number}"] = raw.put(array, boxes, order=order)
+        expected.append(hashlib.sha256(array.tobytes()).hexdigest())
     checkpoint = raw.checkpoint(dict(reversed(tensors.items())))
-    with Sources() as sources:
-        digests = verify_checkpoint(checkpoint, sources=sources, digests=True, threads=2).digests
-    assert [one.sha256 for one in digests] == [
-        hashlib.sha256(array.tobytes()).hexdigest() for array in reversed(arrays)
-    ]
+    for threads in (1, 2, 5):
+        with Sources() as sources:
+            found = verify_checkpoint(checkpoint, sources=sources, digests=True, threads=threads).digests
+        assert [one.sha256 for one in found] == expected[::-1]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -60,51 +47,42 @@ def test_statistics_equal_numpys_on_the_same_numbers(tmp_path: Path, dtype: str)
     raw = Raw(tmp_path, 3)
     result = measured(raw, raw.put(array, rows(array.shape, 3), dtype=DTYPES[dtype]))
     exact = array.astype(np.float64)
-    assert result is not None
     assert (result.min, result.max, result.nan, result.inf) == (exact.min(), exact.max(), 0, 0)
     assert np.allclose(
         [result.mean, result.std, result.norm], [exact.mean(), exact.std(), np.linalg.norm(exact)], 1e-12
     )
 
 
-def test_nan_and_inf_are_counted_and_left_out_of_the_rest(tmp_path: Path) -> None:
-    array = np.array([1.0, np.nan, -3.0, np.inf, -np.inf, np.nan], np.float32)
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.float32([1.0, np.nan, -3.0, np.inf, -np.inf, np.nan]), Stats(-3.0, 1.0, -1.0, 2.0, np.sqrt(10.0), 2, 2)),
+        (np.int16([-5, 3, 250]), Stats(-5, 250, 248 / 3, np.std([-5, 3, 250]), np.linalg.norm([-5, 3, 250]), 0, 0)),
+        (np.array([True, False, True, True]), Stats(0, 1, 0.75, np.sqrt(3) / 4, np.sqrt(3), 0, 0)),
+        (np.complex64([3 + 4j, 0 - 1j]), Stats(-1, 4, 1.5, np.std([3, 4, 0, -1]), np.sqrt(26), 0, 0)),
+        (np.zeros((0, 3), np.float32), Stats(None, None, None, None, None, 0, 0)),
+    ],
+)
+def test_statistics_of_every_kind_of_number(tmp_path: Path, array: np.ndarray, expected: Stats) -> None:
+    """What is no finite number is counted and left out of the rest."""
     raw = Raw(tmp_path, 1)
-    result = measured(raw, raw.put(array))
-    assert result == Stats(-3.0, 1.0, -1.0, 2.0, np.sqrt(10.0), 2, 2)
+    found = measured(raw, raw.put(array))
+    assert found is not None
+    for name in ("min", "max", "mean", "std", "norm", "nan", "inf"):
+        value = getattr(expected, name)
+        assert getattr(found, name) == (value if value is None else pytest.approx(value)), name
+    assert measured(raw, raw.put(np.uint8([1, 2, 3]), dtype=DTYPES["bits8"])) is None, "bits are no numbers"
 
 
 def test_numbers_whose_squares_are_too_large_for_a_float_have_statistics(tmp_path: Path) -> None:
     raw = Raw(tmp_path, 1)
     result = measured(raw, raw.put(np.array([1e-200, 2.0] * 40_000 + [3e200, -4e200])))
-    assert result is not None
     assert (result.min, result.max) == (-4e200, 3e200)
     assert result.norm == pytest.approx(5e200)
     assert result.mean == pytest.approx(-1e200 / 80_002)
     assert result.std == pytest.approx(5e200 / np.sqrt(80_002), rel=1e-4)
     largest = np.finfo(np.float64).max
     assert measured(raw, raw.put(np.full(4, largest))) == Stats(largest, largest, largest, 0.0, np.inf, 0, 0)
-
-
-def test_integers_bools_and_complex_numbers(tmp_path: Path) -> None:
-    raw = Raw(tmp_path, 1)
-    whole = measured(raw, raw.put(np.array([-5, 3, 250], np.int16)))
-    flags = measured(raw, raw.put(np.array([True, False, True, True])))
-    pairs = measured(raw, raw.put(np.array([3 + 4j, 0 - 1j], np.complex64)))
-    assert whole is not None
-    assert (whole.min, whole.max) == (-5, 250)
-    assert flags is not None
-    assert (flags.min, flags.max, flags.mean) == (0, 1, 0.75)
-    assert pairs is not None
-    assert (pairs.min, pairs.max) == (-1, 4)
-    assert pairs.norm == pytest.approx(np.sqrt(26))
-
-
-def test_what_has_no_numbers_has_no_statistics(tmp_path: Path) -> None:
-    raw = Raw(tmp_path, 1)
-    bits = raw.put(np.array([1, 2, 3], np.uint8), dtype=DTYPES["bits8"])
-    assert measured(raw, bits) is None
-    assert measured(raw, raw.put(np.zeros((0, 3), np.float32))) == Stats(None, None, None, None, None, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +100,3 @@ def test_not_finite_elements_are_counted_as_torch_counts_them(tmp_path: Path, dt
         result = count_not_finite(BlockReader(checkpoint.files, sources), tensor)
     assert result == (int(real.isnan().sum()), int(real.isinf().sum()))
     assert result[0] > 0 or dtype == "int32"
-
-
-def test_a_named_tensor_is_what_digests_take(tmp_path: Path) -> None:
-    raw = Raw(tmp_path, 1)
-    tensor = raw.put(random_array(9, (4,)))
-    checkpoint = raw.checkpoint({"w": tensor})
-    assert list(checkpoint.tensors()) == [NamedTensor(Section.MODEL, "w", None, tensor)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -35,16 +34,6 @@ def test_diff_and_verify_agree_with_what_pytorch_holds(directory: str, model: st
         checked = fsdpckpt.verify(source, digests=True)
         assert checked.problems == ()
         assert checked.records > 0
-
-
-def test_digests_of_a_sharded_checkpoint_are_those_of_the_full_tensors() -> None:
-    result = fsdpckpt.verify(GOLDEN / "torch-2.4" / "f2_default" / "ckpt", digests=True)
-    truth = torch.load(GOLDEN / "torch-2.4" / "f2_default" / "truth" / "full.pt", weights_only=True)["model"]
-    digests = {one.key: one.sha256 for one in result.digests if one.section == "model"}
-    assert digests == {
-        name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, value in truth.items()
-    }
 
 
 @pytest.mark.parametrize("name", ["full_old.pt", "full_old_rekeyed_ids.pt"])

@@ -168,12 +168,10 @@ def changed(**more: Any) -> Checkpoint:
 
 
 def without_first_state(checkpoint: Checkpoint) -> Optimizer:
-    assert checkpoint.optim is not None
     return checkpoint.optim.with_state(dict(list(checkpoint.optim.state.items())[1:]))
 
 
 def with_scalar(checkpoint: Checkpoint) -> Optimizer:
-    assert checkpoint.optim is not None
     state = {key: {**entry, "d": 0.5} for key, entry in checkpoint.optim.state.items()}
     return checkpoint.optim.with_state(state)
 
@@ -203,7 +201,6 @@ def test_names_that_are_no_directories_are_refused(name: str) -> None:
 @pytest.mark.parametrize("state", ["fp32", "x" * 253, "a/b", "", "lone \ud800"])
 def test_states_that_cannot_have_a_file_beside_the_weight_are_refused(state: str) -> None:
     def named(checkpoint: Checkpoint) -> Optimizer:
-        assert checkpoint.optim is not None
         states = checkpoint.optim.state
         return checkpoint.optim.with_state({key: {**entry, state: entry["exp_avg"]} for key, entry in states.items()})
 
@@ -214,7 +211,6 @@ def test_states_that_cannot_have_a_file_beside_the_weight_are_refused(state: str
 
 def test_a_state_with_the_longest_name_that_a_file_can_have_is_written(tmp_path: Path) -> None:
     trained = Trained(seed=1)
-    assert trained.checkpoint.optim is not None
     state = {key: {**entry, "x" * 252: entry["exp_avg"]} for key, entry in trained.checkpoint.optim.state.items()}
     source = replace(trained.checkpoint, optim=trained.checkpoint.optim.with_state(state))
     materialise(lay_out(source, WriteSpec()), trained.raw.files, str(tmp_path / "out"))

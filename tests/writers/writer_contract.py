@@ -93,7 +93,6 @@ class WriterContract(ABC):
         half = DTYPES["float16"]
         target = self.writer(checkpoint, replace(spec, dtypes=DtypeRule(model=half)))
         assert any(note.kind == "cast" for note in target.notes)
-        assert checkpoint.model is not None
         floating = {leaf for leaf in checkpoint.model.params.values() if leaf.dtype.floating}
         for item in (item for file in target.files for item in file.write_items):
             assert item.dtype is (half if item.tensor in floating else item.tensor.dtype)
