@@ -14,13 +14,18 @@ _OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 def require_ways_on(
-    asked: FsdpckptError, ways: Mapping[str, dict[str, Any]], follow: Callable[[int, dict[str, Any]], object]
+    asked: FsdpckptError,
+    ways: Mapping[str, dict[str, Any]],
+    follow: Callable[[int, dict[str, Any]], object],
+    *,
+    alternative: bool = False,
 ) -> None:
     """``asked`` names the options ``ways`` and no other, and with what is given for each of them ``follow`` converts,
-    or asks for something else. ``follow`` also gets the number of the way.
+    or asks for something else. ``follow`` also gets the number of the way. ``alternative``: that of the error counts.
     """
     assert asked.exit_code in (2, 3, 4)
-    own_options = re.sub(r"`fsdpckpt units .*?`", "", str(asked.next_step))  # another command makes the file
+    advice = f"{asked.next_step} {asked.alternative or ''}" if alternative else str(asked.next_step)
+    own_options = re.sub(r"`fsdpckpt units .*?`", "", advice)  # another command makes the file
     assert set(_OPTION.findall(own_options)) == ways.keys(), asked
     for number, (way, given) in enumerate(ways.items()):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def save(content: Any, name: str = "source.pt") -> str:
     return name
 
 
-def listed(groups: Sequence[Sequence[str]], name: str = "order.txt", between: str = "\n\n") -> str:
+def listed(groups: Iterable[Iterable[str]], name: str = "order.txt", between: str = "\n\n") -> str:
     """A file for ``--parameters``: the names of each group."""
     Path(name).write_text(between.join("\n".join(group) for group in groups))
     return name

@@ -6,271 +6,202 @@ succeeds, or asks for something else. An option that is refused, or a question t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError
 from tests.advice import require_ways_on
+from tests.converters.jobs import RANK_FILES, Job, listed
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 Options = dict[str, Any]
+BY_NAME: Options = {"to": "full", "key_type": "name"}
+BY_ID: Options = {"to": "full", "key_type": "id"}
 FLAT: Options = {"to": "flattened", "world_size": 2}
-RANK_FILES: Options = {"to": "sharded", "container": "torch", "world_size": 2}
+RANKS: Options = {**RANK_FILES, "world_size": 2}
+TABLE: Options = {"buffers": ["*.table"]}
+WRAPPED: Options = {"unit": ["layers.*"], "use_orig_params": True}
 
 
 class Model(nn.Module):
-    """A buffer and a frozen parameter that look like trained ones of the same layers."""
+    """Vectors of one shape: of two trained layers, of a frozen one, and of a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        torch.manual_seed(6)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)])
+        torch.manual_seed(width)
+        self.layers = nn.ModuleList([nn.Linear(width, width), nn.LayerNorm(width)])
         self.layers[0].bias.requires_grad_(requires_grad=False)
-        self.layers[1].register_buffer("table", torch.randn(4))
+        self.layers[1].register_buffer("table", torch.randn(width))
 
 
-@dataclass(frozen=True)
-class Job:
-    """The files of one job in ``at``: ``full.pt``, and what else a user may have."""
+WEIGHT, BIAS, GAIN, OFFSET = [name for name, _ in Model().named_parameters()]
 
-    at: Path
 
-    def __truediv__(self, name: str) -> Path:
-        return self.at / name
+def save_job(model: Model, name: str, groups: list[list[str]], *, frozen: bool = True) -> Job:
+    """``NAME.json``: what it says of its parameters. ``frozen``: one has no states."""
+    if not frozen:
+        model.requires_grad_(requires_grad=True)
+    job = Job(model, groups)
+    fsdpckpt.save_parameter_order(model, job.optimizer, f"{name}.json")
+    return job
+
+
+def save_one_model() -> None:
+    """One group without the frozen parameter; and as ``two-*`` two groups of all parameters, and flat shards of it."""
+    for prefix, groups in (("", [[WEIGHT, GAIN, OFFSET]]), ("two-", [[BIAS, GAIN], [WEIGHT, OFFSET]])):
+        job = save_job(Model(), f"{prefix}order", groups, frozen=not prefix)
+        torch.save(job.saved(), f"{prefix}full.pt")
+        torch.save(job.saved("name"), f"{prefix}named.pt")
+        torch.save({"optimizer": job.ids}, f"{prefix}optim.pt")
+        listed(groups, f"{prefix}order.txt")
+        if prefix:
+            continue
+        torch.save({"model": job.model, "optimizer": {"state": job.named()["state"]}}, "no-groups.pt")
+        in_order = job.named()
+        in_order["param_groups"][0]["params"].sort()
+        torch.save({"optimizer": in_order}, "sorted-optim.pt")
+    listed([[WEIGHT, BIAS, GAIN, OFFSET]], "model.txt")
+    fsdpckpt.convert("two-full.pt", "flat", **FLAT, **WRAPPED, **TABLE, units="two-order.json")
+    Path("flat/fsdpckpt.json").rename("flat-units.json")
+    for path in Path("flat").glob("model*"):
+        path.unlink()
+    fsdpckpt.convert("named.pt", "model.safetensors", only="model")
+    fsdpckpt.convert("named.pt", "ranks", **RANKS, **TABLE)
+
+
+def save_actor_and_critic() -> None:
+    """``both-*``: an actor whose optimizer lists the last module first, and a critic."""
+    groups = [[OFFSET, GAIN], [WEIGHT]]
+    jobs = {section: save_job(Model(width), section, groups) for section, width in (("actor", 4), ("critic", 6))}
+    torch.save({section: job.saved() for section, job in jobs.items()}, "both-ids.pt")
+    named = {section: job.saved("name") for section, job in jobs.items()}
+    torch.save(named, "both-named.pt")
+    dcp.save(named, checkpoint_id="both-dcp")
+    listed([[f"{section}.{name}" for name in group] for section in jobs for group in groups], "both-order.txt")
+    listed([[f"{section}.{name}" for section in jobs for name in (WEIGHT, BIAS, GAIN, OFFSET)]], "both-model.txt")
+    fsdpckpt.convert("both-named.pt", "both-ranks", **RANKS, **TABLE)
+    fsdpckpt.convert("both-named.pt", "both-flat", **FLAT, **WRAPPED, **TABLE)
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """One group without the frozen parameter; and as ``two-*`` two groups of all parameters, and flat shards of it."""
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of all files that the situations name."""
     directory = tmp_path_factory.mktemp("job")
-    for prefix in ("", "two-"):
-        model = Model()
-        vectors = [param for param in model.parameters() if param.ndim == 1]
-        trained = [param for param in model.parameters() if param.requires_grad]
-        groups = [{"params": trained}]
-        if prefix:
-            groups = [{"params": vectors[:2]}, {"params": [model.layers[0].weight, *vectors[2:]]}]
-        optimizer = torch.optim.AdamW(groups, foreach=False)
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-        names = {param: name for name, param in model.named_parameters()}
-        listed = [[names[param] for param in group["params"]] for group in groups]
-        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        by_name = {
-            "state": {name: optimizer.state[param] for param, name in names.items() if param in optimizer.state},
-            "param_groups": [
-                {**group, "params": of_group}
-                for group, of_group in zip(content["optimizer"]["param_groups"], listed, strict=True)
-            ],
-        }
-        torch.save(content, directory / f"{prefix}full.pt")
-        torch.save({"model": content["model"], "optimizer": by_name}, directory / f"{prefix}named.pt")
-        torch.save({"optimizer": content["optimizer"]}, directory / f"{prefix}optim.pt")
-        (directory / f"{prefix}order.txt").write_text("\n\n".join("\n".join(of_group) for of_group in listed))
-        fsdpckpt.save_parameter_order(model, optimizer, directory / f"{prefix}order.json")
-    (directory / "model.txt").write_text("\n".join(name for name, _ in Model().named_parameters()))
-    wrapping: Options = {"unit": ["layers.*"], "use_orig_params": True, "buffers": ["*.table"]}
-    fsdpckpt.convert(
-        directory / "two-full.pt", directory / "flat", **FLAT, **wrapping, units=directory / "two-order.json"
-    )
-    manifest = directory / "flat" / "fsdpckpt.json"
-    manifest.rename(directory / "flat-units.json")
-    for path in (directory / "flat").glob("model*"):
-        path.unlink()
-    fsdpckpt.convert(directory / "named.pt", directory / "model.safetensors", only="model")
-    content = torch.load(directory / "named.pt", weights_only=True)
-    torch.save(
-        {"model": content["model"], "optimizer": {"state": content["optimizer"]["state"]}}, directory / "no-groups.pt"
-    )
-    (group,) = content["optimizer"]["param_groups"]
-    group["params"] = sorted(group["params"])
-    torch.save({"optimizer": content["optimizer"]}, directory / "sorted-optim.pt")
-    fsdpckpt.convert(directory / "named.pt", directory / "ranks", **RANK_FILES, buffers=["*.table"])
-    return Job(directory)
+    with pytest.MonkeyPatch.context() as there:
+        there.chdir(directory)
+        save_one_model()
+        save_actor_and_critic()
+    return directory
 
 
 @dataclass(frozen=True)
 class Situation:
-    """``source`` converted with ``options``. ``ways``: for each option that the next step names what a user gives."""
+    """``source`` converted with ``options``. ``ways``: for each option that is advised what a user gives."""
 
     source: str
     options: Options
-    ways: Callable[[Job], dict[str, Options]]
-    target: str = "out.pt"
+    ways: dict[str, Options]
 
 
-BY_NAME: Options = {"to": "full", "key_type": "name"}
+def by(**given: Any) -> dict[str, Options]:
+    """Ways of which each gives its own option alone."""
+    return {f"--{name.replace('_', '-')}": {name: value} for name, value in given.items()}
 
-SITUATIONS = {
-    "ids of groups that look alike": Situation(
-        "two-full.pt",
-        BY_NAME,
-        lambda job: {
-            "--parameters": {"parameters": job / "two-order.txt"},
-            "--reference": {"reference": job / "two-named.pt"},
-            "--units": {"units": job / "two-order.json"},
-        },
-    ),
-    "a buffer and a frozen parameter that look like trained ones": Situation(
-        "full.pt",
-        BY_NAME,
-        lambda job: {
-            "--buffers": {"buffers": ["*.table"]},
-            "--parameters": {"parameters": job / "order.txt"},
-            "--units": {"units": job / "order.json"},
-        },
-    ),
-    "an optimizer without its model": Situation(
-        "optim.pt",
-        BY_NAME,
-        lambda job: {
-            "--reference": {"reference": job / "named.pt"},
-            "--parameters": {"parameters": job / "order.txt"},
-            "--units": {"units": job / "order.json"},
-        },
-    ),
-    "no model, and two groups": Situation(
-        "two-optim.pt",
-        BY_NAME,
-        lambda job: {
-            "--reference": {"reference": job / "two-named.pt"},
-            "--parameters": {"parameters": job / "two-order.txt"},
-            "--units": {"units": job / "two-order.json"},
-        },
-    ),
+
+ORDER = by(parameters="order.txt", units="order.json")
+TWO_ORDER = by(parameters="two-order.txt", reference="two-named.pt", units="two-order.json")
+ORIG = by(use_orig_params=True)
+ACTOR: Options = {"only": "optim:actor"}
+IDS_OF_ACTOR = {
+    **by(parameters="both-order.txt", reference="both-named.pt"),
+    "--units": {"units": "actor.json", **ACTOR},
+    "--only": {"parameters": "both-order.txt", **ACTOR},
+}
+BUFFERS_OF_BOTH = {
+    **by(**TABLE, reference="both-ranks"),
+    "--units": {"units": "actor.json", **ACTOR},
+    "--only": {"units": "actor.json", **ACTOR},
+    "--parameters": {"parameters": "both-model.txt", **ACTOR, **TABLE},
+}
+PLAIN: Options = {"flavor": "plain", "to": "sharded"}
+
+# fmt: off
+ONE: dict[str, Situation] = {
+    "ids of groups that look alike": Situation("two-full.pt", BY_NAME, TWO_ORDER),
+    "a buffer and a frozen parameter that look like trained ones": Situation("full.pt", BY_NAME, by(**TABLE) | ORDER),
+    "an optimizer without its model": Situation("optim.pt", BY_NAME, by(reference="named.pt") | ORDER),
+    "no model, and two groups": Situation("two-optim.pt", BY_NAME, TWO_ORDER),
     "flat slices that nothing names": Situation(
-        "flat",
-        BY_NAME,
-        lambda job: {"--reference": {"reference": job / "two-named.pt"}, "--units": {"units": job / "flat-units.json"}},
-    ),
+        "flat", BY_NAME, by(reference="two-named.pt", units="flat-units.json")),
     "flat slices of unknown modules": Situation(
-        "flat",
-        BY_NAME | {"reference": "two-named.pt", "buffers": ["*.table"]},
-        lambda job: {"--unit": {"unit": ["layers.*"]}, "--units": {"units": job / "flat-units.json"}},
-    ),
+        "flat", BY_NAME | {"reference": "two-named.pt"} | TABLE, by(unit=["layers.*"], units="flat-units.json")),
     "a target whose modules are unknown": Situation(
-        "two-named.pt",
-        FLAT,
-        lambda job: {"--unit": {"unit": ["layers.*"]}, "--units": {"units": job / "flat-units.json"}},
-        target="out",
-    ),
+        "two-named.pt", FLAT, by(unit=["layers.*"], units="flat-units.json")),
     "a target whose use_orig_params is unknown": Situation(
-        "named.pt",
-        FLAT | {"unit": ["layers.*"]},
-        lambda _: {
-            "--use-orig-params": {"use_orig_params": True},
-            "--no-use-orig-params": {"use_orig_params": False},
-        },
-        target="out",
-    ),
+        "named.pt", FLAT | {"unit": ["layers.*"]}, ORIG | {"--no-use-orig-params": {"use_orig_params": False}}),
     "a flat target of what may be buffers": Situation(
-        "two-named.pt",
-        FLAT | {"unit": ["layers.*"], "use_orig_params": True},
-        lambda job: {
-            "--buffers": {"buffers": ["*.table"]},
-            "--parameters": {"parameters": job / "model.txt"},
-            "--units": {"units": job / "flat-units.json"},
-        },
-        target="out",
-    ),
+        "two-named.pt", FLAT | WRAPPED, by(**TABLE, parameters="model.txt", units="flat-units.json")),
     "a flat target of sorted names": Situation(
-        "model.safetensors",
-        FLAT | {"unit": ["layers.*"], "use_orig_params": True, "buffers": ["*.table"]},
-        lambda job: {
-            "--parameters": {"parameters": job / "model.txt"},
-            "--reference": {"reference": job / "named.pt"},
-            "--units": {"units": job / "flat-units.json"},
-        },
-        target="out",
-    ),
+        "model.safetensors", FLAT | WRAPPED | TABLE,
+        by(parameters="model.txt", reference="named.pt", units="flat-units.json")),
     "rank files of what may be buffers": Situation(
-        "named.pt",
-        RANK_FILES,
-        lambda job: {
-            "--buffers": {"buffers": ["*.table"]},
-            "--reference": {"reference": job / "ranks"},
-            "--units": {"units": job / "order.json"},
-        },
-        target="out",
-    ),
+        "named.pt", RANKS, by(**TABLE, reference="ranks", units="order.json")),
     "a key type that flat parameters cannot have": Situation(
-        "named.pt",
-        FLAT
-        | {"unit": ["none"], "use_orig_params": False, "key_type": "name", "only": "optim", "parameters": "order.txt"},
-        lambda _: {"--key-type": {"key_type": None}, "--use-orig-params": {"use_orig_params": True}},
-        target="out",
-    ),
+        "named.pt", FLAT | {"unit": ["none"], "use_orig_params": False, "key_type": "name", "only": "optim",
+                            "parameters": "order.txt"},
+        by(key_type=None) | ORIG),
     "flat slices of a buffer or a parameter": Situation(
-        "flat",
-        BY_NAME | {"reference": "two-named.pt", "unit": ["layers.*"]},
-        lambda job: {"--parameters": {"parameters": job / "model.txt"}, "--units": {"units": job / "flat-units.json"}},
-    ),
+        "flat", BY_NAME | {"reference": "two-named.pt", "unit": ["layers.*"]},
+        by(parameters="model.txt", units="flat-units.json")),
     "ids, and names that are in no order": Situation(
-        "optim.pt",
-        BY_NAME | {"reference": "model.safetensors"},
-        lambda job: {
-            "--buffers": {"buffers": ["*.table"]},
-            "--parameters": {"parameters": job / "order.txt"},
-            "--reference": {"reference": job / "named.pt"},
-            "--units": {"units": job / "order.json"},
-        },
-    ),
-    "names that were sorted, for ids": Situation(
-        "sorted-optim.pt",
-        {"to": "full", "key_type": "id"},
-        lambda job: {
-            "--parameters": {"parameters": job / "order.txt"},
-            "--reference": {"reference": job / "named.pt"},
-            "--units": {"units": job / "order.json"},
-        },
-    ),
-    "an optimizer without groups, for ids": Situation(
-        "no-groups.pt",
-        {"to": "full", "key_type": "id"},
-        lambda job: {"--parameters": {"parameters": job / "order.txt"}, "--units": {"units": job / "order.json"}},
-    ),
+        "optim.pt", BY_NAME | {"reference": "model.safetensors"}, by(**TABLE, reference="named.pt") | ORDER),
+    "names that were sorted, for ids": Situation("sorted-optim.pt", BY_ID, by(reference="named.pt") | ORDER),
+    "an optimizer without groups, for ids": Situation("no-groups.pt", BY_ID, ORDER),
     "sharding groups of unknown size": Situation(
-        "two-named.pt",
-        FLAT | {"units": "flat-units.json", "strategy": "hybrid-shard", "world_size": 4},
-        lambda _: {"--shard-size": {"shard_size": 2}},
-        target="out",
-    ),
+        "two-named.pt", FLAT | {"units": "flat-units.json", "strategy": "hybrid-shard", "world_size": 4},
+        by(shard_size=2)),
     "a flat parameter in two groups": Situation(
-        "two-named.pt",
-        FLAT | {"unit": ["layers.*"], "use_orig_params": False, "buffers": ["*.table"]},
-        lambda _: {"--use-orig-params": {"use_orig_params": True}},
-        target="out",
-    ),
+        "two-named.pt", FLAT | {"unit": ["layers.*"], "use_orig_params": False} | TABLE, ORIG),
     "a flat parameter of which a part has no state": Situation(
-        "named.pt",
-        FLAT | {"unit": ["none"], "use_orig_params": False, "parameters": "model.txt"},
-        lambda _: {"--use-orig-params": {"use_orig_params": True}},
-        target="out",
-    ),
+        "named.pt", FLAT | {"unit": ["none"], "use_orig_params": False, "parameters": "model.txt"}, ORIG),
 }
 
+SEVERAL: dict[str, Situation] = {
+    "ids of two optimizers": Situation("both-ids.pt", BY_NAME, IDS_OF_ACTOR),
+    "ids of two optimizers, for rank files": Situation(
+        "both-ids.pt", RANKS | {"key_type": "name"} | TABLE, IDS_OF_ACTOR),
+    "ids of two optimizers, for flat parameters": Situation("both-ids.pt", FLAT | WRAPPED | TABLE, IDS_OF_ACTOR),
+    "buffers of two models, for rank files": Situation("both-named.pt", RANKS, BUFFERS_OF_BOTH),
+    "buffers of two models of a DCP directory": Situation("both-dcp", RANKS, BUFFERS_OF_BOTH),
+    "modules of two models": Situation("both-named.pt", FLAT | {"use_orig_params": True} | TABLE, {
+        **by(unit=["layers.*"], units="both-flat/fsdpckpt.json"),
+        "--only": {"only": "model:actor", "unit": ["layers.*"]},
+        "--parameters": {"parameters": "both-model.txt", "unit": ["layers.*"], "buffers": ()}}),
+    "a framework with one model": Situation("both-named.pt", {"flavor": "verl", "world_size": 2} | TABLE, {
+        "--only": {"only": "model:actor"}, "--flavor": PLAIN, "--to": PLAIN}),
+}
+# fmt: on
 
-def in_job(options: Options, job: Job) -> Options:
-    files = ("reference", "parameters", "units")
-    return {name: job / value if name in files and isinstance(value, str) else value for name, value in options.items()}
 
-
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_every_way_that_an_error_names_leads_on(name: str, job: Job, tmp_path: Path) -> None:
-    situation = SITUATIONS[name]
-    options = in_job(situation.options, job)
+@pytest.mark.parametrize("name", [*ONE, *SEVERAL])
+def test_every_way_that_an_error_names_leads_on(
+    name: str, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    situation = ONE.get(name) or SEVERAL[name]
+    suffix = ".pt" if situation.options.get("to") == "full" else ""
+    monkeypatch.chdir(job)
     with pytest.raises(FsdpckptError) as asked:
-        fsdpckpt.convert(job / situation.source, tmp_path / situation.target, **options)
+        fsdpckpt.convert(situation.source, tmp_path / f"out{suffix}", **situation.options)
 
     def follow(number: int, given: Options) -> None:
-        target = tmp_path / f"{number}{situation.target}"
-        fsdpckpt.convert(job / situation.source, target, **{**options, **given})
+        fsdpckpt.convert(situation.source, tmp_path / f"{number}{suffix}", **{**situation.options, **given})
 
-    require_ways_on(asked.value, situation.ways(job), follow)
+    require_ways_on(asked.value, situation.ways, follow, alternative=name in SEVERAL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -29,15 +28,19 @@ from fsdpckpt.plan import make_plan
 from fsdpckpt.storage.hidden import staging_root
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import InterruptedRun, Staging
-from tests.oracle.compare import identical
+from tests.converters.jobs import RANK_FILES, messages, notes, recorded, refused
+from tests.oracle.compare import require_identical
 
 DCP: dict[str, Any] = {"container": "dcp"}  # one file of data alone reads as full, which would become a torch file
+HARD: dict[str, Any] = {"link": "hardlink"}
+NAMED: dict[str, Any] = {**DCP, **HARD, "add_prefix": "x."}
 PARAMS = {"layers.0.w": (37, 5), "layers.1.w": (11, 3), "norm": (7,), "empty": (0, 3)}
+NO_FILE = "no file of DST would be the same"
 
 
-def training() -> dict[str, Any]:
+def training(prefix: str = "") -> dict[str, Any]:
     torch.manual_seed(5)
-    model = {name: torch.randn(shape) for name, shape in PARAMS.items()}
+    model = {prefix + name: torch.randn(shape) for name, shape in PARAMS.items()}
     state = {name: {"exp_avg": torch.randn_like(one), "step": torch.tensor(7.0)} for name, one in model.items()}
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(model)}]
     return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "epoch": 3}
@@ -50,142 +53,116 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(training(), root / "full.pt")
     dcp.save(training(), checkpoint_id=str(root / "dcp"), no_dist=True)
     fsdpckpt.convert(root / "full.pt", root / "four", to="sharded", world_size=4)
-    more: dict[str, Any] = {"to": "sharded", "container": "torch", "world_size": 2, "buffers": "none"}
-    fsdpckpt.convert(root / "full.pt", root / "ranks", **more)
+    fsdpckpt.convert(root / "full.pt", root / "ranks", **RANK_FILES, world_size=2, buffers="none")
     return root
 
 
-def state_of(path: Path) -> dict[str, tuple[bytes, int, int, int]]:
+def state_of(path: str) -> dict[str, tuple[bytes, int, int, int]]:
     """All that nobody may change: contents, inodes, times of the last write, modes."""
     return {
         str(file.relative_to(path)): (file.read_bytes(), status.st_ino, status.st_mtime_ns, status.st_mode)
-        for file in sorted(path.rglob("*"))
+        for file in sorted(Path(path).rglob("*"))
         if (status := file.lstat()) and file.is_file()
     }
 
 
 @pytest.fixture(params=["dcp", "four"])
-def source(request: pytest.FixtureRequest, made: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of a checkpoint, which is afterwards what it was."""
-    path = tmp_path / "source"
-    shutil.copytree(made / request.param, path)
-    before = state_of(path)
-    yield path
-    assert state_of(path) == before
+def form(request: pytest.FixtureRequest, made: Path) -> Iterator[str]:
+    """``source`` is a copy of such a checkpoint, which is afterwards what it was."""
+    shutil.copytree(made / request.param, "source")
+    before = state_of("source")
+    yield request.param
+    assert state_of("source") == before
 
 
 def linked(report: Report) -> dict[str, str]:
     return {file.path: file.source for file in report.files if file.source is not None}
 
 
-def load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """What PyTorch reads into zeros of the form of ``like``."""
-    empty = torch.utils._pytree.tree_map(lambda one: torch.zeros_like(one) if torch.is_tensor(one) else one, like)
-    dcp.load(empty, checkpoint_id=str(path), no_dist=True)
-    return empty
+def require_loaded(path: str, expected: dict[str, Any]) -> None:
+    """PyTorch reads it into zeros of the same form."""
+    empty = torch.utils._pytree.tree_map(lambda one: torch.zeros_like(one) if torch.is_tensor(one) else one, expected)
+    dcp.load(empty, checkpoint_id=path, no_dist=True)
+    require_identical(empty, expected)
 
 
-def renamed(section: dict[str, Any]) -> dict[str, Any]:
-    return {f"x.{name}": value for name, value in section.items()}
+def data_files() -> list[str]:
+    return sorted(file.name for file in Path("source").glob("*.distcp"))
 
 
-def expected(**changed: Any) -> dict[str, Any]:
-    return {**training(), **changed}
+@pytest.mark.usefixtures("form")
+def test_other_names_for_the_same_data_move_none_and_pytorch_loads_them() -> None:
+    plan = fsdpckpt.convert("source", "out", **NAMED, dry_run=True)
+    assert linked(plan) and plan.disk_needed < 16384 and os.listdir() == ["source"]
+    report = fsdpckpt.convert("source", "out", **NAMED, verify="full")
+    assert linked(report) == {name: f"source/{name}" for name in data_files()}
+    assert all(os.path.samefile(f"out/{name}", f"source/{name}") for name in data_files())
+    assert report.bytes_read == 0 and report.disk_needed == report.bytes_written < 16384
+    require_loaded("out", training("x."))
+    assert fsdpckpt.verify("out").whole
+    stated = recorded("out")["files"]
+    assert {name: stated[name]["link"] for name in data_files()} == dict.fromkeys(data_files(), "hardlink")
+    assert "hard links" in notes(report, "linked")[0].message
 
 
-def with_names() -> dict[str, Any]:
-    whole = training()
-    groups = [{**whole["optimizer"]["param_groups"][0], "params": list(renamed(whole["model"]))}]
-    optimizer = {"state": renamed(whole["optimizer"]["state"]), "param_groups": groups}
-    return expected(model=renamed(whole["model"]), optimizer=optimizer)
-
-
-def test_other_names_for_the_same_data_move_none_and_pytorch_loads_them(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    report = fsdpckpt.convert(source, target, **DCP, add_prefix="x.", link="hardlink", verify="full")
-    data = sorted(file.name for file in source.glob("*.distcp"))
-    assert linked(report) == {name: str(source / name) for name in data}
-    assert all(os.path.samefile(target / name, source / name) for name in data)
-    assert report.bytes_read == 0
-    assert report.bytes_written < 16384
-    assert report.disk_needed == report.bytes_written
-    assert identical(load(target, with_names()), with_names())
-    assert fsdpckpt.verify(target).whole
-    manifest = json.loads((target / "fsdpckpt.json").read_text())
-    assert {name: manifest["files"][name]["link"] for name in data} == dict.fromkeys(data, "hardlink")
-    assert "hard links" in "".join(note.message for note in report.notes if note.kind == "linked")
-
-
-def test_a_section_alone_is_in_the_same_files_and_the_rest_of_them_is_said(source: Path, tmp_path: Path) -> None:
-    report = fsdpckpt.convert(source, tmp_path / "out", **DCP, only="model", link="hardlink")
-    assert linked(report)
-    (note,) = (note.message for note in report.notes if note.kind == "linked")
-    assert "that DST does not use" in note
-    assert identical(load(tmp_path / "out", {"model": training()["model"]}), {"model": training()["model"]})
-
-
-@pytest.mark.parametrize("source", ["four"], indirect=True)
-def test_two_directories_of_one_form_link_the_same_files(source: Path, tmp_path: Path) -> None:
-    report = fsdpckpt.convert(source, tmp_path / "out", flavor="accelerate", link="hardlink")
-    data = [file.name for file in source.glob("*.distcp")]
-    folders = ("pytorch_model_fsdp_0", "optimizer_0")
-    assert sorted(linked(report)) == sorted(f"{folder}/{name}" for folder in folders for name in data)
-    back = fsdpckpt.convert(tmp_path / "out", tmp_path / "back", flavor="torchtitan", link="hardlink")
-    assert len(linked(back)) == 2 * len(data)  # two files of one name: one of them gets the next number
-    assert fsdpckpt.diff(source, tmp_path / "back").same
-
-
-def test_what_is_cast_is_written_and_the_rest_linked(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    fsdpckpt.convert(source, target, **DCP, optim_dtype="bfloat16", add_prefix="x.", link="hardlink", verify="full")
-    whole = with_names()
+@pytest.mark.usefixtures("form")
+def test_a_section_alone_is_in_the_same_files_and_what_is_cast_is_written() -> None:
+    report = fsdpckpt.convert("source", "model", **DCP, **HARD, only="model")
+    (note,) = notes(report, "linked")
+    assert linked(report) and "that DST does not use" in note.message  # the rest of them
+    require_loaded("model", {"model": training()["model"]})
+    fsdpckpt.convert("source", "cast", **NAMED, optim_dtype="bfloat16", verify="full")
+    whole = training("x.")
     for states in whole["optimizer"]["state"].values():
         states["exp_avg"] = states["exp_avg"].bfloat16()
-    assert identical(load(target, whole), whole)
+    require_loaded("cast", whole)
 
 
+@pytest.mark.parametrize("form", ["four"], indirect=True)
+def test_two_directories_of_one_form_link_the_same_files(form: str) -> None:
+    report = fsdpckpt.convert("source", "out", flavor="accelerate", **HARD)
+    folders = ("pytorch_model_fsdp_0", "optimizer_0")
+    assert sorted(linked(report)) == sorted(f"{folder}/{name}" for folder in folders for name in data_files())
+    back = fsdpckpt.convert("out", "back", flavor="torchtitan", **HARD)
+    assert len(linked(back)) == 2 * len(data_files())  # two files of one name: one of them gets the next number
+    assert fsdpckpt.diff("source", "back").same
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(
     "options", [{"world_size": 3, "to": "sharded"}, {"dtype": "bfloat16", "optim_dtype": "bfloat16", **DCP}]
 )
-def test_where_no_file_comes_out_the_same_links_are_refused_and_auto_copies(
-    source: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    with pytest.raises(UsageError, match="no file of DST would be the same"):
-        fsdpckpt.convert(source, tmp_path / "out", link="hardlink", **options)
-    assert not (tmp_path / "out").exists()
-    fsdpckpt.convert(source, tmp_path / "auto", link="auto", **options)
-    fsdpckpt.convert(source, tmp_path / "copy", **options)
-    auto, copy = (state_of(tmp_path / form) for form in ("auto", "copy"))
+def test_where_no_file_comes_out_the_same_links_are_refused_and_auto_copies(options: dict[str, Any]) -> None:
+    refused(UsageError, NO_FILE, "source", "out", **HARD, **options)
+    fsdpckpt.convert("source", "auto", link="auto", **options)
+    fsdpckpt.convert("source", "copy", **options)
+    auto, copy = state_of("auto"), state_of("copy")
     assert {name for name in auto | copy if auto[name][0] != copy[name][0]} <= {"fsdpckpt.json"}  # which has a note
 
 
-def test_whole_files_of_other_containers_are_linked_where_the_same_bytes_would_be_written(
-    made: Path, tmp_path: Path
-) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(made / "ranks", source)
-    before = state_of(source)
+def test_whole_files_of_other_containers_are_linked_where_the_same_bytes_would_be_written(made: Path) -> None:
+    shutil.copytree(made / "ranks", "source")
+    before = state_of("source")
     more: dict[str, Any] = {"world_size": 2, "container": "torch", "key_type": "id"}
-    report = fsdpckpt.convert(source, tmp_path / "out", link="hardlink", verify="full", **more)
+    report = fsdpckpt.convert("source", "out", **HARD, verify="full", **more)
     assert sorted(linked(report)) == [f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)]
-    fsdpckpt.convert(source, tmp_path / "copy", **more)
-    for file in (tmp_path / "copy").glob("*.pt"):
-        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    fsdpckpt.convert("source", "copy", **more)
+    for file in Path("copy").glob("*.pt"):
+        assert Path("out", file.name).read_bytes() == file.read_bytes()
     names = [file.path for file in report.files]
     assert len(names) == len(set(names)) == 7
-    assert state_of(source) == before
+    assert state_of("source") == before
 
 
-def test_one_file_that_comes_out_the_same_is_a_link(made: Path, tmp_path: Path) -> None:
-    fsdpckpt.convert(made / "full.pt", tmp_path / "one.pt")
-    report = fsdpckpt.convert(tmp_path / "one.pt", tmp_path / "two.pt", link="hardlink")
-    assert os.path.samefile(tmp_path / "one.pt", tmp_path / "two.pt")
+def test_one_file_that_comes_out_the_same_is_a_link(made: Path) -> None:
+    fsdpckpt.convert(made / "full.pt", "one.pt")
+    report = fsdpckpt.convert("one.pt", "two.pt", **HARD)
+    assert os.path.samefile("one.pt", "two.pt")
     assert (report.bytes_written, [file.path for file in report.files]) == (0, [""])
-    data = bytearray((tmp_path / "one.pt").read_bytes())
+    data = bytearray(Path("one.pt").read_bytes())
     data[data.index(b"ZZ")] ^= 1  # padding: the same tensors at the same places, and another file
-    (tmp_path / "odd.pt").write_bytes(data)
-    with pytest.raises(UsageError, match="no file of DST would be the same"):
-        fsdpckpt.convert(tmp_path / "odd.pt", tmp_path / "three.pt", link="hardlink")
+    Path("odd.pt").write_bytes(data)
+    refused(UsageError, NO_FILE, "odd.pt", "three.pt", **HARD)
 
 
 def test_texts_that_people_edit_and_bytes_in_another_order_are_copied(tmp_path: Path) -> None:
@@ -206,45 +183,33 @@ def test_texts_that_people_edit_and_bytes_in_another_order_are_copied(tmp_path: 
     assert [file.path for file in plan.files] == [file.path for file in found.files] == left
 
 
-def test_data_files_without_items_of_their_own_are_not_linked(tmp_path: Path) -> None:
-    writer = dcp.FileSystemWriter(tmp_path / "source", serialization_format=SerializationFormat.SAFETENSORS)
+def test_data_files_without_items_of_their_own_are_not_linked() -> None:
+    writer = dcp.FileSystemWriter("source", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(training()["model"], storage_writer=writer, no_dist=True)
-    options: dict[str, Any] = {"add_prefix": "x.", **DCP}
-    with pytest.raises(UsageError, match="no file of DST would be the same"):
-        fsdpckpt.convert(tmp_path / "source", tmp_path / "out", link="hardlink", **options)
-
-
-def test_a_dry_run_says_what_would_be_linked_and_makes_nothing(source: Path, tmp_path: Path) -> None:
-    before = sorted(tmp_path.iterdir())
-    report = fsdpckpt.convert(source, tmp_path / "out", **DCP, add_prefix="x.", link="hardlink", dry_run=True)
-    assert linked(report)
-    assert report.disk_needed < 16384
-    assert sorted(tmp_path.iterdir()) == before
+    refused(UsageError, NO_FILE, "source", "out", **NAMED)
 
 
 def stop(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_is_finished_and_a_replaced_link_leaves_the_source(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "out"
+@pytest.mark.usefixtures("form")
+def test_an_interrupted_run_is_finished_and_a_replaced_link_leaves_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
         broken.setattr(pipeline, "encode_manifest", stop)
-        fsdpckpt.convert(source, target, **DCP, add_prefix="x.", link="hardlink")
-    assert not target.exists()
-    fsdpckpt.convert(source, target, **DCP, add_prefix="x.", link="hardlink")
-    fsdpckpt.convert(source, target, **DCP, add_prefix="y.", overwrite=True)  # over links, without a link
-    assert not any(os.path.samefile(target / file.name, file) for file in source.glob("*.distcp"))
-    fsdpckpt.convert(source, target, **DCP, add_prefix="x.", overwrite=True, link="hardlink")
-    assert identical(load(target, with_names()), with_names())
-    again = fsdpckpt.convert(source, target, **DCP, add_prefix="x.", link="hardlink", resume=True)
-    assert "was already complete" in "".join(note.message for note in again.notes)
-    os.unlink(target / "__0_0.distcp")
-    shutil.copyfile(source / ".metadata", target / "__0_0.distcp")
+        fsdpckpt.convert("source", "out", **NAMED)
+    assert not Path("out").exists()
+    fsdpckpt.convert("source", "out", **NAMED)
+    fsdpckpt.convert("source", "out", **DCP, add_prefix="y.", overwrite=True)  # over links, without a link
+    assert not any(os.path.samefile(f"out/{name}", f"source/{name}") for name in data_files())
+    fsdpckpt.convert("source", "out", **NAMED, overwrite=True)
+    require_loaded("out", training("x."))
+    again = fsdpckpt.convert("source", "out", **NAMED, resume=True)
+    assert messages(again, "was already complete")
+    os.unlink("out/__0_0.distcp")
+    shutil.copyfile("source/.metadata", "out/__0_0.distcp")
     with pytest.raises((TargetExistsError, SourceCorruptError)):
-        fsdpckpt.convert(source, target, **DCP, add_prefix="x.", link="hardlink", resume=True)
+        fsdpckpt.convert("source", "out", **NAMED, resume=True)
 
 
 def test_links_in_a_staging_directory_do_not_count_as_room(tmp_path: Path) -> None:
@@ -257,18 +222,14 @@ def test_links_in_a_staging_directory_do_not_count_as_room(tmp_path: Path) -> No
     assert InterruptedRun.of(str(tmp_path / "out"), resume=False).removed >= 1 << 20
 
 
-def test_a_full_check_reads_what_was_linked(made: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(made / "dcp", source)
-    (file,) = source.glob("*.distcp")
+def test_a_full_check_reads_what_was_linked(made: Path) -> None:
+    shutil.copytree(made / "dcp", "source")
+    (file,) = Path("source").glob("*.distcp")
     data = bytearray(file.read_bytes())
-    weights = training()["model"]["layers.0.w"].numpy().tobytes()
-    data[data.index(weights) + 40] ^= 1
+    data[data.index(training()["model"]["layers.0.w"].numpy().tobytes()) + 40] ^= 1
     file.write_bytes(data)
-    fsdpckpt.convert(source, tmp_path / "structure", **DCP, add_prefix="x.", link="hardlink")
-    with pytest.raises(SourceCorruptError, match="does not match its checksum"):
-        fsdpckpt.convert(source, tmp_path / "full", **DCP, add_prefix="x.", link="hardlink", verify="full")
-    assert not (tmp_path / "full").exists()
+    fsdpckpt.convert("source", "structure", **NAMED)
+    refused(SourceCorruptError, "does not match its checksum", "source", "full", **NAMED, verify="full")
 
 
 def test_a_file_that_was_replaced_meanwhile_is_not_linked(tmp_path: Path) -> None:
@@ -296,21 +257,19 @@ def test_what_only_other_workers_see_is_not_linked(tmp_path: Path) -> None:
     assert not linking.choose_linking(LinkMode.AUTO, files, str(tmp_path / "out")).files
 
 
-def test_stores_and_other_file_systems_are_named(source: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("form")
+def test_stores_and_other_file_systems_are_named(tmp_path: Path) -> None:
+    named = {**DCP, "add_prefix": "x."}
     for link in ("hardlink", "reflink"):
-        with pytest.raises(UsageError, match="object store"):
-            fsdpckpt.convert(source, "memory://out", **DCP, add_prefix="x.", link=link)
+        refused(UsageError, "object store", "source", "memory://out", **named, link=link)
     elsewhere = Path("/dev/shm")
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("no second file system here: links across two were not tested")
     with tempfile.TemporaryDirectory(dir=elsewhere) as directory:
-        with pytest.raises(TargetUnwritableError, match="different file systems"):
-            fsdpckpt.convert(source, f"{directory}/out", **DCP, add_prefix="x.", link="hardlink")
-        with pytest.raises(TargetUnwritableError, match="cannot share blocks"):
-            fsdpckpt.convert(source, f"{directory}/out", **DCP, add_prefix="x.", link="reflink")
-        report = fsdpckpt.convert(source, f"{directory}/out", **DCP, add_prefix="x.", link="auto")
-        assert not linked(report)
-        assert "nothing was linked" in "".join(note.message for note in report.notes)
+        for link, words in (("hardlink", "different file systems"), ("reflink", "cannot share blocks")):
+            refused(TargetUnwritableError, words, "source", f"{directory}/out", **named, link=link)
+        report = fsdpckpt.convert("source", f"{directory}/out", **named, link="auto")
+        assert not linked(report) and messages(report, "nothing was linked")
 
 
 def shares(directory: Path) -> bool:
@@ -318,23 +277,21 @@ def shares(directory: Path) -> bool:
     return can_reflink(str(directory / "probe"), str(directory))
 
 
+@pytest.mark.parametrize("form", ["four"], indirect=True)
 @pytest.mark.parametrize("link", ["auto", "reflink"])
 @pytest.mark.parametrize("real", [True, False])
 def test_reflinks_are_files_of_their_own(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, *, real: bool
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, *, real: bool
 ) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(made / "four", source)
     if real and not shares(tmp_path):
         pytest.skip("the file system of the temporary directory has no reflinks (XFS and Btrfs have)")
     if not real:
         monkeypatch.setattr(linking, "can_reflink", lambda *_: True)
         monkeypatch.setattr(linking, "reflink", shutil.copyfile)
-    report = fsdpckpt.convert(source, tmp_path / "out", **DCP, add_prefix="x.", link=link, verify="full")
-    assert report.link == "reflink"
-    assert sorted(linked(report)) == sorted(file.name for file in source.glob("*.distcp"))
-    assert not any(os.path.samefile(tmp_path / "out" / name, path) for name, path in linked(report).items())
-    assert identical(load(tmp_path / "out", with_names()), with_names())
+    report = fsdpckpt.convert("source", "out", **{**NAMED, "link": link}, verify="full")
+    assert report.link == "reflink" and sorted(linked(report)) == data_files()
+    assert not any(os.path.samefile(f"out/{name}", path) for name, path in linked(report).items())
+    require_loaded("out", training("x."))
 
 
 def test_a_reflink_that_the_file_system_refuses_leaves_an_error(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError
+from tests.converters.jobs import Job, save
 
 WORDS = ("oldemb", "oldrope", "oldblocks", "oldlin", "oldscale", "oldnorm", "oldhead")  # in no other text
 HISTORY = ("renamed", "normalised", "dropped")  # notes that say what an old name was
@@ -54,26 +55,14 @@ def section(draw: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     model = Model(tied=draw.random() < 0.5)
     in_model = draw.choice(("", "", "_orig_mod.", "module."))
     in_optim = draw.choice(("", in_model))
-    named = [(in_optim + name, param) for name, param in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters()]
     by_name, words = draw.random() < 0.5, draw.random() < 0.5
     if by_name or words:  # else nothing says that this is the order
-        named = named[:: draw.choice((1, -1))]
-    cut = draw.randrange(len(named))
-    groups = [[*part] if words else [param for _, param in part] for part in (named[:cut], named[cut:]) if part]
-    optimizer = torch.optim.AdamW([{"params": part} for part in groups], foreach=False)
-    for _, param in named:
-        param.grad = torch.randn(param.shape)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    if by_name:
-        names = [name for name, _ in named]
-        saved["state"] = {names[number]: states for number, states in saved["state"].items()}
-        for group in saved["param_groups"]:
-            group["params"] = [names[number] for number in group["params"]]
-    weights = model.state_dict()
-    for name in list(weights):
-        weights[in_model + name] = weights.pop(name)
-    return weights, saved
+        names = names[:: draw.choice((1, -1))]
+    cut = draw.randrange(len(names))
+    groups = [part for part in (names[:cut], names[cut:]) if part]
+    job = Job(model, groups, words=in_optim if words else None)
+    return {in_model + name: leaf for name, leaf in job.model.items()}, job.named(in_optim) if by_name else job.ids
 
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -91,7 +80,7 @@ def saved_in(folder: Path, draw: random.Random, target: str) -> Path:
     content: dict[str, Any] = {}
     for name in names:
         content[name], content["optimizer" if name == "model" else f"{name}_optimizer"] = section(draw)
-    torch.save(content, folder / "a.pt")
+    save(content, str(folder / "a.pt"))
     how = draw.choice((None, None, "dcp", "ranks", "flat"))
     if how is not None:
         unit = {"unit": "oldblocks.*"} if how == "flat" else {}
@@ -144,46 +133,3 @@ def test_an_old_name_is_nowhere_in_what_is_written(tmp_path: Path, target: str) 
         written += 1
         assert [*old_names_in(result)] == [], options
     assert written >= 3
-
-
-def test_an_optimizer_alone_is_renamed_by_names_without_the_wrappers_of_its_param_names(tmp_path: Path) -> None:
-    model = Model(tied=False)
-    named = [(f"_orig_mod.{name}", param) for name, param in model.named_parameters()]
-    optimizer = torch.optim.SGD([{"params": named}], lr=0.1)
-    torch.save(optimizer.state_dict(), tmp_path / "optim.pt")
-    rename = {"oldhead": "newhead", "_orig_mod.oldnorm": "_orig_mod.newnorm"}
-    fsdpckpt.convert(tmp_path / "optim.pt", tmp_path / "new.pt", only="optim", rename=rename)
-    (group,) = torch.load(tmp_path / "new.pt", weights_only=True)["param_groups"]
-    expected = [name.replace("oldhead", "newhead").replace("oldnorm", "newnorm") for name, _ in named]
-    assert group["param_names"] == expected
-
-
-class Frozen(nn.Module):
-    """The embedding is frozen, and tied to the head: units have it under its first name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Linear(3, 3, bias=False)
-        self.body = nn.Linear(3, 3)
-        self.head = nn.Linear(3, 3, bias=False)
-        self.head.weight = self.emb.weight
-        self.emb.weight.requires_grad = False
-
-
-@pytest.mark.parametrize("choice", ["error", "zeros", "skip"])
-def test_a_frozen_parameter_is_frozen_under_the_name_that_a_selection_leaves(tmp_path: Path, choice: str) -> None:
-    model = Frozen()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    for param in model.body.parameters():
-        param.grad = torch.randn(param.shape)
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    fsdpckpt.save_units(model, optimizer, tmp_path / "order.json")
-    flat: dict[str, Any] = {"to": "flattened", "world_size": 2, "unit": "none", "use_orig_params": True}
-    fsdpckpt.convert(tmp_path / "a.pt", tmp_path / "flat", units=tmp_path / "order.json", **flat)
-    named: dict[str, Any] = {"to": "full", "key_type": "name", "missing_state": choice}
-    report = fsdpckpt.convert(tmp_path / "flat", tmp_path / "b.pt", exclude="emb.*", **named)
-    assert not any(note.kind in ("missing-state", "filled") for note in report.notes)
-    optim = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]
-    assert sorted(optim["state"]) == ["body.bias", "body.weight"]
-    assert sorted(optim["param_groups"][0]["params"]) == ["body.bias", "body.weight", "head.weight"]

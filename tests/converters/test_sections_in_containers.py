@@ -1,20 +1,32 @@
-"""Models and optimizers in lists, tuples and dicts of any keys are written in the containers that they were in."""
+"""Models and optimizers in lists, tuples and dicts of any keys are written in the containers that they were in.
+
+Also at random places of random trees: from every layout they come back where they were, bit for bit.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import fsdpckpt
+from tests.converters.jobs import RANK_FILES, converted, refused, save
+from tests.ir.test_text_keys import same_texts
 from tests.oracle.compare import identical
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+DCP: dict[str, Any] = {"to": "sharded", "world_size": 2}
 
 
 def trained(seed: int, *, steps: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -84,32 +96,6 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_containers_are_written_as_they_were(name: str, tmp_path: Path) -> None:
-    tree = TREES[name]()
-    torch.save(tree, tmp_path / "source.pt")
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "ranks", to="sharded", container="torch", world_size=2)
-    fsdpckpt.convert(tmp_path / "ranks", tmp_path / "full.pt", to="full")
-    assert difference(tree, torch.load(tmp_path / "full.pt", weights_only=False)) == ""
-
-
-def test_an_optimizer_beside_its_model_is_that_of_this_model(tmp_path: Path) -> None:
-    """Both models have the same names and shapes, and ids say nothing."""
-    torch.save(
-        {"items": [job(0), {"model": trained(1)[0], "optimizer": trained(1, steps=3)[1]}]}, tmp_path / "source.pt"
-    )
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "full.pt", to="full", key_type="name")
-    items = torch.load(tmp_path / "full.pt", weights_only=True)["items"]
-    assert [float(item["optimizer"]["state"]["1.bias"]["step"]) for item in items] == [1, 3]
-
-
-def test_a_section_that_is_left_out_moves_no_other(tmp_path: Path) -> None:
-    torch.save({"items": (trained(0)[0], job(1), job(2))}, tmp_path / "source.pt")
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "full.pt", to="full", exclude=["items.0.*"])
-    items = torch.load(tmp_path / "full.pt", weights_only=True)["items"]
-    assert difference(({}, job(1), job(2)), items) == ""
-
-
 def as_dcp_keeps(tree: Any) -> Any:
     """``tree`` as it comes back through a DCP directory, which has no ``_metadata``: models are plain dicts."""
     if isinstance(tree, dict):
@@ -118,25 +104,43 @@ def as_dcp_keeps(tree: Any) -> Any:
     return [as_dcp_keeps(item) for item in tree] if isinstance(tree, list) else tree
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if name != "numbers and texts of them"])
-def test_containers_come_back_from_a_dcp_directory(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TREES)
+def test_containers_are_written_as_they_were(name: str) -> None:
     tree = TREES[name]()
-    torch.save(tree, tmp_path / "source.pt")
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
-    assert fsdpckpt.diff(tmp_path / "source.pt", tmp_path / "dcp").same
-    fsdpckpt.convert(tmp_path / "dcp", tmp_path / "full.pt", to="full")
-    assert difference(as_dcp_keeps(tree), torch.load(tmp_path / "full.pt", weights_only=False)) == ""
+    fsdpckpt.convert(save(tree), "ranks", **RANK_FILES, world_size=2)
+    fsdpckpt.convert("ranks", "full.pt", to="full")
+    assert difference(tree, torch.load("full.pt", weights_only=False)) == ""
+    if name == "numbers and texts of them":
+        refused(fsdpckpt.SourceUnsupportedError, "same key in a DCP directory", "source.pt", "dcp", **DCP)
+        assert {path.name for path in Path().iterdir()} == {"source.pt", "ranks", "full.pt"}
+        return
+    fsdpckpt.convert("source.pt", "dcp", **DCP)
+    assert fsdpckpt.diff("source.pt", "dcp").same
+    fsdpckpt.convert("dcp", "back.pt", to="full")
+    assert difference(as_dcp_keeps(tree), torch.load("back.pt", weights_only=False)) == ""
 
 
-def test_pytorch_loads_the_tensors_below_keys_that_are_numbers_and_a_warning_names_the_values(tmp_path: Path) -> None:
+def test_an_optimizer_beside_its_model_is_that_of_this_model() -> None:
+    """Both models have the same names and shapes, and ids say nothing."""
+    save({"items": [job(0), job(1, steps=3)]})
+    items = converted("source.pt", "full.pt", key_type="name")["items"]
+    assert [float(item["optimizer"]["state"]["1.bias"]["step"]) for item in items] == [1, 3]
+
+
+def test_a_section_that_is_left_out_moves_no_other() -> None:
+    save({"items": (trained(0)[0], job(1), job(2))})
+    items = converted("source.pt", "full.pt", exclude=["items.0.*"])["items"]
+    assert difference(({}, job(1), job(2)), items) == ""
+
+
+def test_pytorch_loads_the_tensors_below_keys_that_are_numbers_and_a_warning_names_the_values() -> None:
     source = {"stages": {0: job(0), 1: job(1)}}
-    torch.save(source, tmp_path / "source.pt")
     with pytest.warns(fsdpckpt.FsdpckptWarning, match=r"dcp.load does not set 24 values .*stages\.0\.optimizer"):
-        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
+        fsdpckpt.convert(save(source), "dcp", **DCP)
     loaded = {"stages": {0: job(5), 1: job(6)}}
     for stage in loaded["stages"].values():
         stage["optimizer"]["param_groups"][0]["lr"] = 7.0
-    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(loaded, checkpoint_id="dcp", no_dist=True)
     for number in (0, 1):
         found, expected = loaded["stages"][number], source["stages"][number]
         assert difference(expected["model"], found["model"]) == ""
@@ -144,19 +148,11 @@ def test_pytorch_loads_the_tensors_below_keys_that_are_numbers_and_a_warning_nam
         assert found["optimizer"]["param_groups"][0]["lr"] == 7.0  # what the warning says
 
 
-def test_two_keys_that_would_be_the_same_text_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    torch.save(TREES["numbers and texts of them"](), tmp_path / "source.pt")
-    with pytest.raises(fsdpckpt.SourceUnsupportedError, match="same key in a DCP directory"):
-        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
-
-
-def test_an_empty_key_is_one_as_in_pytorch(tmp_path: Path) -> None:
+def test_an_empty_key_is_one_as_in_pytorch() -> None:
     source = {"": {"a": trained(0)[0], "n": 1}, "b": {"": trained(1)[0]}}
-    torch.save(source, tmp_path / "source.pt")
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", to="sharded", world_size=2)
+    fsdpckpt.convert(save(source), "dcp", **DCP)
     loaded = {"": {"a": trained(5)[0], "n": 0}, "b": {"": trained(6)[0]}}
-    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(loaded, checkpoint_id="dcp", no_dist=True)
     assert difference(source, loaded) == ""
 
 
@@ -169,11 +165,123 @@ def test_an_empty_key_is_one_as_in_pytorch(tmp_path: Path) -> None:
         lambda model: {"model": {"kind": "resnet"}, "a": [{"net": model}]},
     ],
 )
-def test_an_extra_that_has_the_key_of_the_only_model_is_no_reason_to_lose_one(
-    tree: Any, container: str, tmp_path: Path
-) -> None:
-    torch.save(tree(trained(0)[0]), tmp_path / "source.pt")
-    with pytest.raises(fsdpckpt.SourceUnsupportedError, match="the model and an extra would both get the key model"):
-        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", to="full", container=container)
-    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", to="full", container=container, only="model")
+def test_an_extra_that_has_the_key_of_the_only_model_is_no_reason_to_lose_one(tree: Any, container: str) -> None:
+    options = {"to": "full", "container": container}
+    words = "the model and an extra would both get the key model"
+    refused(fsdpckpt.SourceUnsupportedError, words, save(tree(trained(0)[0])), "out", **options)
+    assert [path.name for path in Path().iterdir()] == ["source.pt"]
+    fsdpckpt.convert("source.pt", "out", **options, only="model")
+
+
+# Random trees
+
+EXAMPLES = int(os.environ.get("FSDPCKPT_TREES", "8"))
+MANY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+KEYS = st.sampled_from(["a", "b.c", "x", "0", "1", "", "opt", 0, 1, 2, 5, None, True, 1.5, (1, 2)])
+TEXTS = st.sampled_from(["a", "b.c", "x.y.z", "0", "1", "", "opt", "\\", "a b", "é", ".", "state"])
+OTHERS = st.sampled_from([1, 0.5, "text", None, True, (3, "x")])
+
+
+class Place:
+    """Where a job is put: the names of its sections."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __repr__(self) -> str:
+        return f"<{' '.join(self.names)}>"
+
+
+PLACES = st.sampled_from(
+    [("model", "optimizer"), ("net", "opt"), ("enc", "o"), ("model", "optimizer", "epoch"), ("alone",)]
+).map(Place)
+
+
+def trees(keys: st.SearchStrategy[Any], below: st.SearchStrategy[Any], *, ordered: bool) -> st.SearchStrategy[Any]:
+    """``keys``: of the top; ``below``: of what is in it."""
+
+    def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        dicts, lists = (
+            st.dictionaries(below, children, min_size=1, max_size=4),
+            st.lists(children, min_size=1, max_size=4),
+        )
+        return (dicts | dicts.map(OrderedDict) if ordered else dicts) | lists | lists.map(tuple)
+
+    inner = st.recursive(PLACES | PLACES | OTHERS, containers, max_leaves=8)
+    return st.dictionaries(keys, inner, min_size=1, max_size=4).filter(with_jobs)
+
+
+def grown(tree: Any, seeds: Any) -> Any:
+    """``tree`` with a job of its own seed at each place."""
+    if isinstance(tree, Place):
+        seed = next(seeds)
+        if tree.names == ("alone",):
+            return trained(seed)[0]
+        return dict(zip(tree.names, job(seed, epoch=seed).values(), strict=False))
+    if isinstance(tree, dict):
+        return type(tree)((key, grown(item, seeds)) for key, item in tree.items())
+    return type(tree)(grown(item, seeds) for item in tree) if isinstance(tree, (list, tuple)) else tree
+
+
+def jobs_in(tree: Any) -> list[Place]:
+    if isinstance(tree, Place):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [found for item in items for found in jobs_in(item)]
+
+
+def with_jobs(tree: Any) -> bool:
+    """Whether it has several models and several optimizers, so that none is the main one, which has a fixed place in
+    what is written: no other model is called one.
+    """
+    return sum(place.names != ("alone",) for place in jobs_in(tree)) > 1
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "full": {"to": "full"},
+    "ranks": {**RANK_FILES, "world_size": 3, "buffers": ["none"]},  # of models without an optimizer
+    "dcp": {"to": "sharded", "world_size": 3},
+    "flattened": {"to": "flattened", "world_size": 3, "use_orig_params": True, "unit": ["none"], "buffers": ["none"]},
+}
+
+
+@MANY
+@given(trees(KEYS, KEYS, ordered=True), st.sampled_from(sorted(LAYOUTS)))
+def test_every_layout_keeps_random_trees(tree: dict[Any, Any], layout: str) -> None:
+    content = grown(tree, count())
+    with TemporaryDirectory() as top:
+        torch.save(content, f"{top}/source.pt")
+        try:
+            fsdpckpt.convert(f"{top}/source.pt", f"{top}/there", **LAYOUTS[layout])
+        except fsdpckpt.SourceUnsupportedError as error:
+            assert layout == "dcp" and "same key" in error.what and same_texts(content)
+            return
+        fsdpckpt.convert(f"{top}/there", f"{top}/back.pt", to="full", container="torch")
+        expected = as_dcp_keeps(content) if layout == "dcp" else content
+        assert difference(expected, torch.load(f"{top}/back.pt", weights_only=False)) == ""
+
+
+def as_pytorch_loads(value: Any) -> Any:
+    """What ``dcp.load`` gives a job whose state dict has the keys that PyTorch saved: texts.
+
+    Ids of optimizers are numbers again, without which PyTorch finds no state.
+    """
+    if isinstance(value, dict):
+        found = {str(key): as_pytorch_loads(item) for key, item in value.items()}
+        if found.keys() == {"state", "param_groups"}:
+            found["state"] = {int(key): states for key, states in found["state"].items()}
+        return found
+    return [as_pytorch_loads(item) for item in value] if isinstance(value, list) else value
+
+
+@MANY
+@given(trees(TEXTS, TEXTS | st.sampled_from([0, 3, None, True]), ordered=False), st.sampled_from(["full", "dcp"]))
+def test_what_pytorch_saved_is_read_as_pytorch_loads_it(tree: dict[str, Any], layout: str) -> None:
+    content = grown(tree, count())
+    assume(not same_texts(content))  # PyTorch does not save it either
+    with TemporaryDirectory() as top:
+        dcp.save(content, checkpoint_id=f"{top}/source", no_dist=True)
+        if layout == "dcp":
+            fsdpckpt.convert(f"{top}/source", f"{top}/there", to="sharded", world_size=3)
+        fsdpckpt.convert(f"{top}/{'source' if layout == 'full' else 'there'}", f"{top}/full.pt", to="full")
+        assert difference(as_pytorch_loads(content), torch.load(f"{top}/full.pt", weights_only=False)) == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,137 +10,102 @@ from torch import nn
 
 import fsdpckpt
 from fsdpckpt.errors import SourceUnsupportedError
-from tests.oracle.compare import identical
+from tests.converters.jobs import RANK_FILES, converted, listed, notes, refused, save, states
+from tests.oracle.compare import require_identical
 
-KEYS = pytest.mark.parametrize("key_type", ["id", "name"])
 FIRST = "0.weight"
+ONE_FOR_ALL = "is one for all parameters"
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+FLAT: dict[str, Any] = {"to": "flattened", "world_size": 2, "unit": ["none"]}
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> dict[str, Path]:
-    """One job, with its optimizer by id and by name."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+def stepped(model: nn.Module, saved: Any = None) -> torch.optim.Optimizer:
+    """LBFGS after a step, if it has ``saved``, from there."""
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    if saved is not None:
+        optimizer.load_state_dict(saved)
 
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        result = model(torch.ones(2, 3)).pow(2).sum()
-        result.backward()  # type: ignore[no-untyped-call]
-        return result
-
-    optimizer.step(loss)  # type: ignore[arg-type]
-    names = [name for name, _ in model.named_parameters()]
-    by_id = optimizer.state_dict()
-    groups = [{**group, "params": names} for group in by_id["param_groups"]]
-    by_name = {"state": {FIRST: by_id["state"][0]}, "param_groups": groups}
-    for key_type, content in (("id", by_id), ("name", by_name)):
-        torch.save({"model": model.state_dict(), "optimizer": content}, tmp_path / f"{key_type}.pt")
-    return {key_type: tmp_path / f"{key_type}.pt" for key_type in ("id", "name")}
-
-
-def states(path: Path) -> Any:
-    (key, found), *others = torch.load(path, weights_only=False)["optimizer"]["state"].items()
-    assert key in (0, FIRST) and not others
-    return found
-
-
-@KEYS
-@pytest.mark.parametrize("missing_state", [None, "zeros", "error"])
-def test_they_are_those_of_all_parameters_under_every_key(
-    trained: dict[str, Path], key_type: str, missing_state: Any, tmp_path: Path
-) -> None:
-    source = trained[key_type]
-    assert fsdpckpt.verify(source).problems == ()
-    other: Any = "name" if key_type == "id" else "id"
-    options = {"missing_state": missing_state} if missing_state else {}
-    report = fsdpckpt.convert(source, tmp_path / "out.pt", key_type=other, **options)
-    assert not any(note.kind in ("missing-state", "filled") for note in report.notes)
-    found, expected = states(tmp_path / "out.pt"), states(source)
-    assert found.keys() == expected.keys()
-    for name in ("d", "prev_flat_grad"):
-        assert identical(found[name], expected[name])
-    assert all(map(identical, found["old_dirs"], expected["old_dirs"]))
-    assert fsdpckpt.diff(tmp_path / "out.pt", trained[other]).same
-
-
-@KEYS
-@pytest.mark.parametrize("options", [{"exclude": ["2.*"]}, {"exclude": [FIRST]}, {"include": ["1.*"]}])
-def test_no_parameter_is_taken_from_them(trained: dict[str, Path], key_type: str, options: Any, tmp_path: Path) -> None:
-    """Dropped with the first parameter they would be lost, and without another they would be those of no optimizer."""
-    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
-        fsdpckpt.convert(trained[key_type], tmp_path / "out.pt", **options)
-    fsdpckpt.convert(trained[key_type], tmp_path / "model.pt", only="model", **options)
-
-
-@KEYS
-@pytest.mark.parametrize("orig", [True, False])
-def test_they_are_not_cut_like_flat_parameters(
-    trained: dict[str, Path], key_type: str, orig: bool, tmp_path: Path
-) -> None:
-    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
-        fsdpckpt.convert(
-            trained[key_type], tmp_path / "out", to="flattened", world_size=2, unit=["none"], use_orig_params=orig
-        )
-
-
-def test_their_order_is_that_of_the_optimizer(trained: dict[str, Path], tmp_path: Path) -> None:
-    names = torch.load(trained["name"], weights_only=False)["optimizer"]["param_groups"][0]["params"]
-    (tmp_path / "names").write_text("\n".join(reversed(names)))
-    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
-        fsdpckpt.convert(trained["name"], tmp_path / "out.pt", key_type="id", parameters=tmp_path / "names")
-
-
-def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         result = model(torch.ones(2, 3)).pow(2).sum()
         result.backward()
         return result
 
-    return loss
+    optimizer.step(loss)
+    return optimizer
 
 
-WAYS: dict[str, Any] = {
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+@pytest.fixture(params=["id", "name"])
+def keys(request: pytest.FixtureRequest) -> str:
+    """``id.pt`` and ``name.pt``: one job, with its optimizer by id and by name."""
+    model = net()
+    by_id = stepped(model).state_dict()
+    groups = [{**group, "params": NAMES} for group in by_id["param_groups"]]
+    for key_type, content in (("id", by_id), ("name", {"state": {FIRST: by_id["state"][0]}, "param_groups": groups})):
+        save({"model": model.state_dict(), "optimizer": content}, f"{key_type}.pt")
+    return request.param
+
+
+def test_they_are_those_of_all_parameters_under_every_key(keys: str) -> None:
+    other = "name" if keys == "id" else "id"
+    assert fsdpckpt.verify(f"{keys}.pt").problems == ()
+    for options in ({}, {"missing_state": "zeros"}, {"missing_state": "error"}):
+        report = fsdpckpt.convert(f"{keys}.pt", "out.pt", key_type=other, overwrite=True, **options)
+        assert not notes(report, "missing-state") and not notes(report, "filled")
+        (found,), (expected,) = (states(torch.load(path)).values() for path in ("out.pt", f"{other}.pt"))
+        require_identical(found, expected)
+        assert fsdpckpt.diff("out.pt", f"{other}.pt").same
+
+
+def test_no_parameter_is_taken_from_them_and_they_are_not_cut_like_flat_parameters(keys: str) -> None:
+    """Dropped with the first parameter they would be lost, and without another they would be those of no optimizer."""
+    selected: list[dict[str, Any]] = [{"exclude": ["2.*"]}, {"exclude": [FIRST]}, {"include": ["1.*"]}]
+    flat: list[dict[str, Any]] = [{**FLAT, "use_orig_params": orig} for orig in (True, False)]
+    for options in (*selected, *flat):
+        refused(SourceUnsupportedError, ONE_FOR_ALL, f"{keys}.pt", "out", **options)
+    for options in selected:
+        fsdpckpt.convert(f"{keys}.pt", "model.pt", only="model", overwrite=True, **options)
+    reversed_names = {"key_type": "id", "parameters": listed([NAMES[::-1]])}
+    refused(SourceUnsupportedError, ONE_FOR_ALL, "name.pt", "out.pt", **reversed_names)
+
+
+WAYS: dict[str, dict[str, Any]] = {
     "rename": {"rename": ["0=first"]},
     "prefix": {"add_prefix": "net."},
     "only": {"only": "optim"},
-    "ranks": {"to": "sharded", "container": "torch", "world_size": 3, "buffers": ["none"]},
+    "ranks": {**RANK_FILES, "world_size": 3, "buffers": ["none"]},
     "dcp": {"to": "sharded", "world_size": 3},
     "safetensors": {"container": "safetensors"},
 }
 
 
-@KEYS
 @pytest.mark.parametrize("way", WAYS)
-def test_the_next_steps_are_those_of_the_job(trained: dict[str, Path], key_type: str, way: str, tmp_path: Path) -> None:
-    made = tmp_path / ("made" if way in ("ranks", "dcp", "safetensors") else "made.pt")
-    fsdpckpt.convert(trained[key_type], made, **WAYS[way])
-    fsdpckpt.convert(made, tmp_path / "back.pt", to="full", key_type=None if way == "only" else "id")
-    if way == "only" and key_type == "name":
-        fsdpckpt.convert(made, tmp_path / "ids.pt", key_type="id", reference=trained["name"])
-        (tmp_path / "ids.pt").rename(tmp_path / "back.pt")
-    found, saved = (torch.load(path, weights_only=True) for path in (tmp_path / "back.pt", trained["id"]))
-    stepped: list[list[torch.Tensor]] = []
-    for states in (found.get("optimizer", found), saved["optimizer"]):
-        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+def test_the_next_steps_are_those_of_the_job(keys: str, way: str) -> None:
+    made = "made" if way in ("ranks", "dcp", "safetensors") else "made.pt"
+    fsdpckpt.convert(f"{keys}.pt", made, **WAYS[way])
+    options: dict[str, Any] = {"reference": "name.pt"} if way == "only" and keys == "name" else {}
+    found = converted(made, "back.pt", to="full", key_type="id", **options)
+    saved, ends = torch.load("id.pt"), []
+    for optimizer in (found.get("optimizer", found), saved["optimizer"]):
+        model = net()
         model.load_state_dict(saved["model"])
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-        optimizer.load_state_dict(states)
-        optimizer.step(closure_of(model, optimizer))
-        stepped.append([param.detach() for param in model.parameters()])
-    assert all(map(identical, *stepped))
-    model.load_state_dict(dict(zip(saved["model"], list(found.get("model", saved["model"]).values()), strict=True)))
+        stepped(model, optimizer)
+        ends.append([param.detach() for param in model.parameters()])
+    require_identical(*ends)
+    if "model" in found:
+        require_identical(list(found["model"].values()), list(saved["model"].values()))
 
 
-@KEYS
-def test_a_count_alone_is_that_of_all_parameters(trained: dict[str, Path], key_type: str, tmp_path: Path) -> None:
+def test_a_count_alone_is_that_of_all_parameters(keys: str) -> None:
     """LBFGS has nothing else as long as every gradient is zero."""
-    content = torch.load(trained[key_type], weights_only=True)
-    (key,) = content["optimizer"]["state"]
-    content["optimizer"]["state"][key] = {"func_evals": 3, "n_iter": 0}
-    torch.save(content, tmp_path / "counts.pt")
-    fsdpckpt.convert(tmp_path / "counts.pt", tmp_path / "out.pt", key_type="id", missing_state="error")
-    assert torch.load(tmp_path / "out.pt")["optimizer"]["state"] == {0: {"func_evals": 3, "n_iter": 0}}
-    with pytest.raises(SourceUnsupportedError, match="is one for all parameters"):
-        fsdpckpt.convert(tmp_path / "counts.pt", tmp_path / "less.pt", exclude=[FIRST])
+    content = torch.load(f"{keys}.pt")
+    (key,) = states(content)
+    states(content)[key] = {"func_evals": 3, "n_iter": 0}
+    found = converted(save(content), "out.pt", key_type="id", missing_state="error")
+    assert states(found) == {0: {"func_evals": 3, "n_iter": 0}}
+    refused(SourceUnsupportedError, ONE_FOR_ALL, "source.pt", "less.pt", exclude=[FIRST])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +21,7 @@ from fsdpckpt.cli.convert import done_lines
 from fsdpckpt.converters.output.overwrite import find_replaceable
 from fsdpckpt.errors import SourceError, TargetExistsError, UsageError
 from fsdpckpt.storage import staging
+from tests.makers import Make, dcp_of, files, lose, together
 
 
 def state(seed: int = 1) -> dict[str, dict[str, torch.Tensor]]:
@@ -42,11 +45,11 @@ def everything(path: Path) -> dict[str, bytes | str]:
     }
 
 
-def convert(source: Path, target: Path, *, overwrite: bool = True, **options: object) -> object:
+def convert(source: Path, target: Path, *, overwrite: bool = True, **options: Any) -> Any:
     """Replace ``target`` by a checkpoint of the same kind, a file or a directory."""
     to = "full" if target.suffix else "sharded"
     container = {"container": "dcp"} if to == "sharded" else {}
-    return fsdpckpt.convert(source, target, to=to, overwrite=overwrite, **container, **options)  # type: ignore[arg-type]
+    return fsdpckpt.convert(source, target, to=to, overwrite=overwrite, **container, **options)
 
 
 def refused(source: Path, target: Path) -> TargetExistsError:
@@ -70,85 +73,45 @@ def write(path: Path, text: str = "mine") -> None:
     path.write_text(text)
 
 
-def project(target: Path) -> None:
-    write(target / "train.py")
-    write(target / "results.csv")
-
-
-def chapters(target: Path) -> None:
-    for number in (1, 2, 3):
-        write(target / f"chapter{number}.tex")
-
-
-def home(target: Path) -> None:
-    write(target / "thesis" / "chapter.tex")
-    write(target / ".bashrc")
-
-
-def git(target: Path) -> None:
-    write(target / ".git" / "HEAD")
-    write(target / ".git" / "objects" / "pack" / "pack-1.pack")
-
-
-def data_set(target: Path) -> None:
-    import numpy as np
-
-    target.mkdir()
-    np.savez(target / "train.npz", x=np.zeros(8))
-
-
-def damaged(target: Path) -> None:
-    target.mkdir()
-    (target / "model.pt").write_bytes(b"PK\x03\x04 and then nothing of use")
-
-
-def left_by_a_crash(target: Path) -> None:
-    dcp.save(state(2), checkpoint_id=target, no_dist=True)
-    (target / ".metadata").unlink()
-
-
-def run(target: Path) -> None:
-    (target / "step-100").mkdir(parents=True)
-    torch.save(state(2), target / "step-100" / "model.pt")
-
-
-def zoo(target: Path) -> None:
-    target.mkdir()
-    for number, name in enumerate(("bert.pt", "gpt.pt")):
-        torch.save(state(number + 2)["model"], target / name)
-
-
-def nothing_but_a_link(target: Path) -> None:
-    target.mkdir()
-    (target / "data").symlink_to(target.parent)
-
-
-def only_settings(target: Path) -> None:
-    write(target / "config.json", "{}")
-    write(target / "tokenizer.json", "{}")
-
-
-KINDS: list[Callable[[Path], None]] = [
-    *(project, chapters, home, git, data_set, damaged, left_by_a_crash, run, zoo, nothing_but_a_link, only_settings)
-]
-
-
-@pytest.mark.parametrize("make", KINDS)
-def test_a_directory_that_is_no_checkpoint_is_never_deleted(
-    source: Path, tmp_path: Path, make: Callable[[Path], None]
-) -> None:
-    target = tmp_path / "theirs" / "out"
-    target.parent.mkdir()
+def make_in(target: Path, make: Make) -> Path:
+    target.mkdir(parents=True)
     make(target)
+    return target
+
+
+def texts(*names: str, text: str = "mine") -> Make:
+    return files(dict.fromkeys(names, text))
+
+
+def array() -> bytes:
+    data = io.BytesIO()
+    np.savez(data, x=np.zeros(8))
+    return data.getvalue()
+
+
+NO_CHECKPOINTS: dict[str, Make] = {
+    "a project": texts("train.py", "results.csv"),
+    "chapters": texts("chapter1.tex", "chapter2.tex", "chapter3.tex"),
+    "a home": texts("thesis/chapter.tex", ".bashrc"),
+    "git": texts(".git/HEAD", ".git/objects/pack/pack-1.pack"),
+    "a data set": files({"train.npz": array()}),
+    "a damaged file": files({"model.pt": b"PK\x03\x04 and then nothing of use"}),
+    "what a crash left": dcp_of(state(2), lose(".metadata")),
+    "a run": files({"step-100/model.pt": state(2)}),
+    "a zoo": files({"bert.pt": state(2)["model"], "gpt.pt": state(3)["model"]}),
+    "nothing but a link": lambda target: (target / "data").symlink_to(target.parent),
+    "only settings": texts("config.json", "tokenizer.json", text="{}"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHECKPOINTS)
+def test_a_directory_that_is_no_checkpoint_is_never_deleted(source: Path, tmp_path: Path, kind: str) -> None:
+    target = make_in(tmp_path / "theirs" / "out", NO_CHECKPOINTS[kind])
     error = refused(source, target)
     assert error.exit_code == 5
     found = [name for name in everything(target) if any(name in detail or detail in name for detail in error.details)]
     assert found or any(str(target) in detail for detail in error.details), error
     assert f"mv {target} {target}.old" in str(error.next_step)
-
-
-def text(target: Path) -> None:
-    write(target, "Dear diary")
 
 
 def archive(target: Path) -> None:
@@ -161,126 +124,105 @@ def half_a_file(target: Path) -> None:
     os.truncate(target, target.stat().st_size // 2)
 
 
-def pickled(target: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2), target)
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "text": lambda target: write(target, "Dear diary"),
+    "archive": archive,
+    "half a file": half_a_file,
+    "a pickled module": lambda target: torch.save(torch.nn.Linear(2, 2), target),
+}
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
-@pytest.mark.parametrize("make", [text, archive, half_a_file, pickled])
+@pytest.mark.parametrize("kind", NO_FILES)
 def test_a_file_that_does_not_read_as_a_checkpoint_is_never_deleted(
-    source: Path, tmp_path: Path, make: Callable[[Path], None], name: str
+    source: Path, tmp_path: Path, kind: str, name: str
 ) -> None:
     (tmp_path / "theirs").mkdir()
-    make(tmp_path / "theirs" / name)
-    error = refused(source, tmp_path / "theirs" / name)
-    assert "is not a checkpoint" in error.what
+    NO_FILES[kind](tmp_path / "theirs" / name)
+    assert "is not a checkpoint" in refused(source, tmp_path / "theirs" / name).what
 
 
-def of_dcp(target: Path) -> None:
-    dcp.save(state(2), checkpoint_id=target, no_dist=True)
+def by_us(*, manifest: bool, **options: Any) -> Make:
+    """What this program writes, with or without ``fsdpckpt.json``."""
+
+    def make(target: Path) -> None:
+        full = target.parent / "full.pt"
+        torch.save(state(), full)
+        fsdpckpt.convert(full, target, **options)
+        full.unlink()
+        if not manifest:
+            (target / "fsdpckpt.json").unlink()
+
+    return make
 
 
-def of_ranks(target: Path) -> None:
-    torch.save(state(), target.parent / "full.pt")
-    fsdpckpt.convert(target.parent / "full.pt", target, to="sharded", container="torch", world_size=2, buffers="none")
-    (target / "fsdpckpt.json").unlink()
-
-
-def of_one_file(target: Path) -> None:
-    target.mkdir()
-    torch.save(state(2), target / "full.pt")
-
-
-def of_safetensors(target: Path) -> None:
-    torch.save(state(), target.parent / "full.pt")
-    fsdpckpt.convert(target.parent / "full.pt", target, container="safetensors")
-    (target / "fsdpckpt.json").unlink()
-
-
-def ours(target: Path) -> None:
-    torch.save(state(), target.parent / "full.pt")
-    fsdpckpt.convert(target.parent / "full.pt", target, to="sharded", world_size=2)
-
-
-def trainer(target: Path) -> None:
-    """A folder as the Trainer of transformers saves it."""
-    torch.manual_seed(3)
-    dcp.save({"model": state(2)["model"]}, checkpoint_id=target / "pytorch_model_fsdp_0", no_dist=True)
-    adam = {"state": {"w.bias": {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": ["w.bias"]}]}
-    dcp.save({"optimizer": adam}, checkpoint_id=target / "optimizer_0", no_dist=True)
-    torch.save({"last_epoch": 3}, target / "scheduler.pt")
-    torch.save({"python": (3, (1, 2), None)}, target / "rng_state_0.pth")
-    torch.save({"python": (3, (1, 2), None)}, target / "rng_state_1.pth")
-    torch.save({"learning_rate": 0.1}, target / "training_args.bin")
-    for name in ("trainer_state.json", "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-        write(target / name, "{}")
-
-
-def accelerate(target: Path) -> None:
-    target.mkdir()
-    torch.save(state(2)["model"], target / "pytorch_model_fsdp.bin")
-    torch.save({"last_epoch": 3}, target / "scheduler.bin")
-    write(target / "random_states_0.pkl", "a pickle of numpy's")
-    write(target / "custom_checkpoint_0.pkl", "a pickle of anything")
-
-
-def verl(target: Path) -> None:
-    of_ranks(target)
-    write(target / "fsdp_config.json", '{"FSDP_version": 2, "world_size": 2}')
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
-        write(target / "huggingface" / name, "{}")
-
-
-CHECKPOINTS = [of_dcp, of_ranks, of_one_file, of_safetensors, ours, trainer, accelerate, verl]
-
-
-@pytest.mark.parametrize("make", CHECKPOINTS)
-def test_a_checkpoint_is_replaced_with_its_side_files_and_the_plan_lists_them(
-    source: Path, tmp_path: Path, make: Callable[[Path], None]
-) -> None:
-    target = tmp_path / "out"
-    make(target)
-    files = everything(target)
-    plan = convert(source, target, dry_run=True)
-    assert everything(target) == files
-    report = convert(source, target)
-    for one in (plan, report):
-        assert {file.path: file.nbytes for file in one.replaced} == {name: len(data) for name, data in files.items()}  # type: ignore[attr-defined]
-    assert fsdpckpt.diff(source, target).same
-    assert sorted(os.listdir(target)) == ["." + "metadata", "__0_0.distcp", "fsdpckpt.json"]
-    assert not [name for name in os.listdir(tmp_path) if "fsdpckpt-" in name]
-
-
+RNG = {"python": (3, (1, 2), None)}
+ADAM = {"state": {"w.bias": {"exp_avg": torch.randn(7)}}, "param_groups": [{"lr": 0.1, "params": ["w.bias"]}]}
+OURS = by_us(manifest=True, to="sharded", world_size=2)
+RANKS = by_us(manifest=False, to="sharded", container="torch", world_size=2, buffers="none")
+HUGGING_FACE = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json")
+CHECKPOINTS: dict[str, Make] = {
+    "DCP": dcp_of(state(2)),
+    "ranks": RANKS,
+    "one file": files({"full.pt": state(2)}),
+    "safetensors": by_us(manifest=False, container="safetensors"),
+    "ours": OURS,
+    "the Trainer": together(  # of transformers
+        dcp_of({"model": state(2)["model"]}, at="pytorch_model_fsdp_0"),
+        dcp_of({"optimizer": ADAM}, at="optimizer_0"),
+        files({"scheduler.pt": {"last_epoch": 3}, "rng_state_0.pth": RNG, "rng_state_1.pth": RNG}),
+        files({"training_args.bin": {"learning_rate": 0.1}}),
+        texts("trainer_state.json", "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", text="{}"),
+    ),
+    "accelerate": together(
+        files({"pytorch_model_fsdp.bin": state(2)["model"], "scheduler.bin": {"last_epoch": 3}}),
+        texts("random_states_0.pkl", text="a pickle of numpy's"),
+        texts("custom_checkpoint_0.pkl", text="a pickle of anything"),
+    ),
+    "verl": together(
+        RANKS,
+        texts("fsdp_config.json", text='{"FSDP_version": 2, "world_size": 2}'),
+        texts(*(f"huggingface/{name}" for name in HUGGING_FACE), text="{}"),
+    ),
+}
 STRANGERS = ["notes.txt", "train.py", "data/train.bin", ".git/HEAD", "other-run/model.pt", "optimizer_0/notes.md"]
 
 
-@pytest.mark.parametrize("make", CHECKPOINTS)
-def test_a_checkpoint_with_a_file_of_something_else_in_it_is_never_deleted(
-    source: Path, tmp_path: Path, make: Callable[[Path], None]
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_checkpoint_is_replaced_with_its_side_files_and_not_with_a_file_of_something_else(
+    source: Path, tmp_path: Path, kind: str
 ) -> None:
-    target = tmp_path / "theirs" / "out"
-    target.parent.mkdir()
-    make(target)
+    """The plan lists them."""
+    target = make_in(tmp_path / "theirs" / "out", CHECKPOINTS[kind])
     find_replaceable(str(target))
     for stranger in STRANGERS:
-        shutil.copytree(target, target.parent / "copy")
-        write(target.parent / "copy" / stranger)
+        copy = Path(shutil.copytree(target, target.parent / "copy"))
+        write(copy / stranger)
         with pytest.raises(TargetExistsError) as error:
-            find_replaceable(str(target.parent / "copy"))
+            find_replaceable(str(copy))
         assert stranger in error.value.details or "not one checkpoint" in error.value.what, error.value
-        shutil.rmtree(target.parent / "copy")
+        shutil.rmtree(copy)
     write(target / STRANGERS[0])
     assert refused(source, target).details == (STRANGERS[0],)
+    (target / STRANGERS[0]).unlink()
+    held = everything(target)
+    plan = convert(source, target, dry_run=True)
+    assert everything(target) == held
+    report = convert(source, target)
+    for one in (plan, report):
+        assert {file.path: file.nbytes for file in one.replaced} == {name: len(data) for name, data in held.items()}
+    assert fsdpckpt.diff(source, target).same
+    assert sorted(os.listdir(target)) == [".metadata", "__0_0.distcp", "fsdpckpt.json"]
+    assert os.listdir(target.parent) == ["out"]
 
 
-@pytest.mark.parametrize("make", [of_dcp, of_one_file, ours, trainer])
+@pytest.mark.parametrize("kind", ["DCP", "one file", "ours", "the Trainer"])
 def test_a_torch_file_that_is_no_training_state_is_never_deleted_with_a_checkpoint(
-    source: Path, tmp_path: Path, make: Callable[[Path], None]
+    source: Path, tmp_path: Path, kind: str
 ) -> None:
     """A reader opens it as something that was saved beside the model; it may be a data set."""
-    target = tmp_path / "out"
-    make(target)
-    if make is of_one_file:
+    target = make_in(tmp_path / "out", CHECKPOINTS[kind])
+    if kind == "one file":
         (target / "full.pt").rename(target / "model.pt")
     torch.save({"labels": [1, 2, 3]}, target / "mnist.pt")
     assert refused(source, target).details == ("mnist.pt",)
@@ -288,12 +230,9 @@ def test_a_torch_file_that_is_no_training_state_is_never_deleted_with_a_checkpoi
     assert any(detail.endswith("mnist.pt") for detail in refused(source, target).details)
 
 
-@pytest.mark.parametrize("make", [of_dcp, ours])
-def test_a_link_is_never_deleted_nor_what_it_leads_to(
-    source: Path, tmp_path: Path, make: Callable[[Path], None]
-) -> None:
-    target = tmp_path / "out"
-    make(target)
+@pytest.mark.parametrize("kind", ["DCP", "ours"])
+def test_a_link_is_never_deleted_nor_what_it_leads_to(source: Path, tmp_path: Path, kind: str) -> None:
+    target = make_in(tmp_path / "out", CHECKPOINTS[kind])
     write(tmp_path / "dataset" / "train.bin")
     (target / "data").symlink_to(tmp_path / "dataset")
     assert refused(source, target).details == ("data",)
@@ -301,11 +240,8 @@ def test_a_link_is_never_deleted_nor_what_it_leads_to(
     (target / "__0_0.distcp").rename(tmp_path / "moved")
     (target / "__0_0.distcp").symlink_to(tmp_path / "moved")
     assert refused(source, target).details == ("__0_0.distcp",)
-
-
-def test_a_link_to_a_directory_that_is_no_checkpoint_is_not_followed_to_delete_it(source: Path, tmp_path: Path) -> None:
-    project(tmp_path / "project")
-    (tmp_path / "latest").symlink_to(tmp_path / "project")
+    make_in(tmp_path / "project", NO_CHECKPOINTS["a project"])
+    (tmp_path / "latest").symlink_to(tmp_path / "project")  # which is not followed to delete it
     refused(source, tmp_path / "latest")
 
 
@@ -398,8 +334,7 @@ def test_a_torn_directory_of_our_own_is_replaced(source: Path, tmp_path: Path, t
 
 
 def test_a_manifest_does_not_cover_what_was_put_beside_the_files_that_it_lists(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    ours(target)
+    target = make_in(tmp_path / "out", OURS)
     for name in list(json.loads((target / "fsdpckpt.json").read_text())["files"]):
         (target / name).unlink()
     write(target / "thesis.tex")
@@ -432,12 +367,11 @@ def test_an_older_checkpoint_or_nothing_is_replaced(source: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [".DS_Store", ".nfs00000000a1b2c3d400000001"])
-@pytest.mark.parametrize("make", [of_dcp, ours, Path.mkdir])
+@pytest.mark.parametrize("make", [CHECKPOINTS["DCP"], OURS, files({})], ids=["DCP", "ours", "nothing"])
 def test_what_nfs_and_macos_leave_in_a_checkpoint_is_replaced_with_it(
-    source: Path, tmp_path: Path, make: Callable[[Path], None], name: str
+    source: Path, tmp_path: Path, make: Make, name: str
 ) -> None:
-    target = tmp_path / "out"
-    make(target)
+    target = make_in(tmp_path / "out", make)
     (target / name).write_bytes(b"left behind")
     convert(source, target)
     assert fsdpckpt.diff(source, target).same and not (target / name).exists()
@@ -483,12 +417,12 @@ def test_what_comes_to_dst_while_it_is_replaced_is_not_deleted(
 ) -> None:
     from fsdpckpt.converters import pipeline
 
-    (tmp_path / "theirs").mkdir()
     target = tmp_path / "theirs" / ("out" if directory else "out.pt")
-    (ours if directory else half_a_file)(target)
-    if not directory:
+    if directory:
+        make_in(target, OURS)
+    else:
+        target.parent.mkdir()
         torch.save(state(2), target)
-    (tmp_path / "theirs" / "full.pt").unlink(missing_ok=True)
 
     def somebody_writes() -> None:
         write(target / "results" / "all.csv" if directory else target, "42")
