@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from numpy import array
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -34,6 +36,7 @@ from fsdpckpt.ir.checkpoint import Container, Layout
 from fsdpckpt.ir.placements import OneSlice
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import UNREAD, Global, Object
+from fsdpckpt.readers.dcp import overlaps
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.text import plural
 from tests.makers import GOLDEN, Change, Make, cut, dcp_of, lose, move, put
@@ -732,3 +735,51 @@ def test_files_that_are_missing_or_cut_are_seen_without_opening_any(make: Make, 
     make(tmp_path)
     with pytest.raises((SourceIncompleteError, SourceCorruptError)):
         opened(tmp_path, locate=Locate.NOTHING)
+
+
+Places = dict[Any, Any]
+
+
+def moved(places: Places, name: str, change: Callable[[Any, Any], Any]) -> None:
+    """Change the place of ``name``; the second argument is that of ``model.b``, another tensor of its size."""
+    by_key = {index.fqn: index for index in places}
+    places[by_key[name]] = change(places[by_key[name]], places[by_key["model.b"]])
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    torch.manual_seed(2)
+    model = {name: torch.randn(5, 3) for name in "abc"}
+    dcp.save({"model": model, "note": "text", "empty": torch.zeros(0, 3)}, checkpoint_id=tmp_path / "dcp")
+    return tmp_path / "dcp"
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "the place of another": lambda own, other: other,
+    "longer": lambda own, other: replace(own, length=own.length + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["model.a", "model.c"])
+def test_an_item_in_the_place_of_another_is_a_contradiction(
+    three: Path, tmp_path: Path, name: str, change: str
+) -> None:
+    assert fsdpckpt.verify(three).problems == ()
+    changed(three, lambda metadata: moved(metadata.storage_data, name, CHANGES[change]))
+    with pytest.raises(SourceCorruptError, match="one of them is somewhere else"):
+        fsdpckpt.convert(three, tmp_path / "out.pt", to="full")
+    assert any(problem.kind == "overlap" for problem in fsdpckpt.verify(three).problems)
+
+
+@pytest.mark.parametrize("sorted_at_once", [True, False])
+def test_items_are_compared_file_by_file(sorted_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes of two files are two places."""
+    apart = overlaps._Places(array([0, 1, 2]), array([0, 1, 1]), array([0, 0, 8]), array([8, 8, 9]))
+    if not sorted_at_once:
+        monkeypatch.setattr(overlaps, "_are_apart", lambda places: False)
+    monkeypatch.setattr(overlaps, "_places", lambda metadata: apart)
+    metadata: Any = SimpleNamespace(tensors=dict.fromkeys("ab"), items=dict.fromkeys("c"))
+    assert list(overlaps.shared_bytes(metadata)) == []
+    monkeypatch.setattr(overlaps, "_places", lambda metadata: apart._replace(end=array([8, 9, 9])))
+    assert [problem.key for problem in overlaps.shared_bytes(metadata)] == ["c"]

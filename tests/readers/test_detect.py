@@ -18,9 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdpckpt.errors import NeedsInformationError
 from fsdpckpt.ir.checkpoint import Container, Layout, Section
 from fsdpckpt.ir.tensors import Tensor
-from fsdpckpt.readers.side_files import flavor_of
 from fsdpckpt.storage import UPLOADING
-from tests.flat.flat_synthetic import checkpoint
 from tests.makers import GOLDEN, Change, Make, copied, dcp_of, files, lose, put, safetensors, save, together
 from tests.readers.contents import opened
 from tests.readers.played_ranks import as_rank
@@ -411,40 +409,3 @@ def test_the_manifest_tells_key_types_and_what_was_undetermined(tmp_path: Path) 
     leaf = found.model.params["l.bias"]  # type: ignore[union-attr]
     assert isinstance(leaf, Tensor) and leaf.sharded is None
     assert not {"not-carried", "units-unreadable"} & set(kinds(found))
-
-
-def test_a_manifest_that_was_damaged_is_noted(tmp_path: Path) -> None:
-    dcp_of({"model": MODEL})(tmp_path)
-    (tmp_path / "fsdpckpt.json").write_text("{")
-    assert "manifest" in kinds(opened(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("names", "directory", "flavor"),
-    [
-        ([".metadata", "__0_0.distcp"], "/a/step-10", "plain"),
-        ([".metadata", "__0_0.distcp", "fsdpckpt.json"], "/a/step-10", "plain"),
-        ([".metadata", "meta.pt"], "/a/x", "fabric"),
-        (["model_world_size_2_rank_0.pt"], "/a", "plain"),
-        (["model_world_size_2_rank_0.pt", "fsdp_config.json"], "/a/actor", "verl"),
-        (["pytorch_model_fsdp_0", "optimizer_0"], "/a", "accelerate"),
-        (["model.safetensors"], "/a/step-10", "plain"),
-    ],
-)
-def test_flavors_are_recognised_by_names_alone(names: list[str], directory: str, flavor: str) -> None:
-    assert flavor_of(checkpoint(1), names, directory) == flavor
-
-
-def test_a_url_is_opened_like_a_directory() -> None:
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.put(str(GOLDEN / "torch-2.4/f1_orig_sh_dt_dcp") + "/", "/detect-url/run", recursive=True)
-    memory.rm("/detect-url/run/truth", recursive=True)
-    truth = torch.load(GOLDEN / "torch-2.4/f1_orig_sh_dt_dcp/truth/full.pt", weights_only=False)
-    found = opened("memory://detect-url")
-    assert found.model is not None and found.problems == ()
-    assert {name: leaf.shape for name, leaf in found.model.params.items() if isinstance(leaf, Tensor)} == {
-        name: tuple(value.shape) for name, value in truth["model"].items()
-    }
-    assert all(file.path.startswith("memory://") for file in found.files)

@@ -21,7 +21,7 @@ from fsdpckpt.ir.optimizer import Optimizer, RankMembers
 from fsdpckpt.ir.placements import Slices
 from fsdpckpt.ir.tensors import Tensor
 from tests.oracle.compare import identical
-from tests.readers.contents import Held, held, opened, raw
+from tests.readers.contents import Held, held, opened, raw, same_values
 from tests.readers.played_ranks import as_rank
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -369,9 +369,11 @@ def test_slices_beside_an_ignored_matrix_are_recognised_without_checksums_too(tm
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_whole_states_of_two_dimensions_and_equal_vectors_are_replicas(tmp_path: Path, *, checked: bool) -> None:
+    """NO_SHARD and DDP: parameters of two dimensions cannot be slices of a flat parameter."""
     state = stepped(nn.Linear(3, 2), 0).state_dict()
     found = opened(save(tmp_path / "c", 2, lambda _: state, checked=checked))
-    assert (found.layout, placements(found)) == (Layout.FULL, {"whole"})
+    assert (found.layout, found.problems, placements(found)) == (Layout.FULL, (), {"whole"})
+    same_values(found, optim=state)
 
 
 @pytest.mark.parametrize("others", [{}, {"model": {}, "optimizer": {}}])

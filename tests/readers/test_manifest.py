@@ -70,15 +70,6 @@ def test_a_part_that_is_gone_is_an_error_and_not_a_smaller_checkpoint(accelerate
     fsdpckpt.convert(accelerate, tmp_path / "model.pt", to="full", only="model")
 
 
-def test_rank_files_of_the_optimizer_that_are_gone_are_an_error(tmp_path: Path) -> None:
-    source = full(tmp_path / "one.pt", 1)
-    ranks = tmp_path / "ranks"
-    fsdpckpt.convert(source, ranks, container="torch", buffers=["none"], **SHARDED)
-    for path in ranks.glob("optim_*"):
-        path.unlink()
-    assert "optim_world_size_2_rank_1.pt is missing" in refusal(ranks, tmp_path)
-
-
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_missing_rank_file_of_the_optimizer_leaves_the_model_whole(tmp_path: Path, *, sealed: bool) -> None:
     source = full(tmp_path / "one.pt", 1)

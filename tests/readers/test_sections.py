@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,26 +67,6 @@ def check(root: Any, model: Any, optim: Any, extra: Any) -> Sections:
     return found
 
 
-@pytest.mark.parametrize("optim", [BY_NAME, BY_ID])
-@pytest.mark.parametrize(
-    ("root", "extra"),
-    [
-        (lambda m, o: {"model": m, "optimizer": o}, {}),
-        (lambda m, o: {"model": m, "optim": o, "epoch": 3}, {"epoch": 3}),
-        (lambda m, o: {"model_state_dict": m, "optimizer_state_dict": o, "loss": 0.5}, {"loss": 0.5}),
-        (lambda m, o: {"state_dict": m, "optimizer_states": [o], "lr_schedulers": []}, {"lr_schedulers": []}),
-        (
-            lambda m, o: {"state": {"model": m, "optimizers": {"AdamW": o}, "n": 1}, "rng": []},
-            {"state": {"n": 1}, "rng": []},
-        ),
-        (lambda m, o: {"module": m, "nested": {"deep": {"optimizer": o}}}, {}),
-        (lambda m, o: {**m, "optimizer": o, "train_state": {"step": STEP}}, {"train_state": {"step": STEP}}),
-    ],
-)
-def test_model_and_optimizer_are_found_in_every_nesting(root: Any, extra: Any, optim: Any) -> None:
-    check(root(MODEL, optim), MODEL, optim, extra)
-
-
 def state_of(state: dict[Any, Any]) -> dict[str, Any]:
     """An optimizer without groups."""
     return {"state": state, "param_groups": None}
@@ -120,7 +101,22 @@ OUTER = {"w": {"exp_avg": M, "inner": BY_ID}}
 OF_TWO = {"state": {0: {"exp_avg": M, "weights": {"left.0": M}}}, "param_groups": [{"params": [0]}]}
 
 EXTRA: Any = object()  # the whole root is extra
+PRODUCERS: list[tuple[Callable[[Any, Any], Any], Any]] = [  # where they have both, and what is left as extras
+    (lambda m, o: {"model": m, "optimizer": o}, {}),
+    (lambda m, o: {"model": m, "optim": o, "epoch": 3}, {"epoch": 3}),
+    (lambda m, o: {"model_state_dict": m, "optimizer_state_dict": o, "loss": 0.5}, {"loss": 0.5}),
+    (lambda m, o: {"state_dict": m, "optimizer_states": [o], "lr_schedulers": []}, {"lr_schedulers": []}),
+    (lambda m, o: {"state": {"model": m, "optimizers": {"AdamW": o}, "n": 1}, "rng": []}, {"state": {"n": 1},
+                                                                                        "rng": []}),
+    (lambda m, o: {"module": m, "nested": {"deep": {"optimizer": o}}}, {}),
+    (lambda m, o: {**m, "optimizer": o, "train_state": {"step": STEP}}, {"train_state": {"step": STEP}}),
+]  # fmt: skip
 SPLITS: dict[str, tuple[Any, Any, Any, Any]] = {  # the root, and its model, optimizer and extras
+    **{
+        f"producer {number} by {kind}": (root(MODEL, optim), MODEL, optim, extra)
+        for number, (root, extra) in enumerate(PRODUCERS)
+        for kind, optim in (("name", BY_NAME), ("id", BY_ID))
+    },
     # Where they are
     "the root is the model": (MODEL, MODEL, None, {}),
     "the root is the optimizer": (BY_ID, None, BY_ID, {}),
@@ -276,16 +272,6 @@ def test_ids_of_several_optimizers_are_repaired_and_a_users_own_value_stays() ->
 
     found = check({"a": optimizer("0"), "b": optimizer(0)}, None, None, {"a": optimizer(0), "b": optimizer(0)})
     assert [note.kind for note in found.all_notes()] == ["several-optimizers", "ids-repaired"]
-
-
-def test_sections_are_looked_for_at_any_depth_and_in_lists_of_any_length() -> None:
-    root: Any = {"model": MODEL, "n": 1}
-    for _ in range(50):
-        root = {"a": root, "n": 1}
-    found = split(root)
-    assert found.model is not None and found.model_path == (*("a" * 50), "model")
-    others = [{"n": number} for number in range(100)]
-    check({"a": [*others, {"model": MODEL}]}, MODEL, None, {"a": others})
 
 
 @pytest.mark.parametrize("before", [0, 1, 9])

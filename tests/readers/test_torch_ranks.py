@@ -29,11 +29,67 @@ from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.readers.protocol import FileTable, PartContents
 from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.storage.sources import Sources
-from tests.makers import GOLDEN, Change, Make, add_copy, copied, edit, lose, put, swap
+from tests.makers import GOLDEN, Change, Make, add_copy, copied, edit, files, lose, put, swap
 from tests.oracle.compare import identical
 from tests.readers.contents import held, opened
 from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsafe, unsupported
+
+SHARD = "_fsdp_shard_FSDP_SHARD_SEPARATOR__fsdp_wrapped_module_FSDP_SHARD_SEPARATOR_flat_param_0"
+
+
+def torch_xla(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank saves; the form is that of ``get_shard_metadata``."""
+    info = {"": {SHARD: {"_orig_size": torch.Size([12]), "_orig_name": "_fsdp_wrapped_module.flat_param_0"}}}
+    flat = {"_fsdp_wrapped_module.flat_param_0": (["_fpw_module.weight"], [torch.Size([4, 3])], [12])}
+    metadata = {"shard_info": info, "flatten_info": flat, "buffer_info": {}, "world_size": world_size, "rank": rank}
+    return {"model": {f"block.{SHARD}": torch.rand(12 // world_size)}, "shard_metadata": metadata}
+
+
+def fairscale(_rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank saves; the form is that of ``local_metadata_dict``."""
+    params = {"flat_param_0": {"names": ["weight"], "shapes": [torch.Size([4, 3])], "numels": [12], "padding": 0}}
+    module = {"fsdp_path": "block", "params": params, "no_broadcast_optim_state": False, "shared_param_info": []}
+    metadata = {"param_metadata": [module], "buffer_names": ["scale"]}
+    return {"model": {"block.flat_param_0": torch.rand(12 // world_size)}, "shard_metadata": metadata}
+
+
+def unflattened(rank: int, world_size: int) -> dict[str, Any]:
+    """The same with ``flatten_parameters=False``: only the metadata shows that the vector is a shard."""
+    saved = fairscale(rank, world_size)
+    return {"model": {"block.weight": torch.rand(12 // world_size)}, "meta": {"of": saved["shard_metadata"]}}
+
+
+def of_two(make: Any, name: str, library: str, *, metadata: bool = True, alone: bool = False) -> Refusal:
+    """What two ranks save, all of it or one file."""
+
+    def contents() -> dict[str, Any]:
+        saved = {name.format(rank): make(rank, 2) for rank in range(2)}
+        return saved if metadata else {name: {"model": content["model"]} for name, content in saved.items()}
+
+    what = f"{make.__name__}{' with metadata' * metadata}{', one file' * alone}"
+    given = name.format(1) if alone else ""
+    says = (f"contains shards of {library}'s FSDP", 'pip install "fsdpckpt==0.1.*"')
+    return unsupported(what, files(contents, given=given), *says)
+
+
+DISCONTINUED = [
+    of_two(*row, alone=alone, metadata=metadata)
+    for alone in (False, True)
+    for *row, metadata in (
+        (torch_xla, "rank{}-of-2-model.pt", "torch_xla", True),
+        (torch_xla, "run_rank-{:08d}-of-00000002.pth", "torch_xla", False),
+        (fairscale, "last-shard{}.pt", "fairscale", True),
+        (fairscale, "last-shard{}.pt", "fairscale", False),
+        (unflattened, "last-shard{}.pt", "fairscale", True),
+    )
+]
+
+
+def test_names_that_only_look_like_those_of_other_libraries_are_a_model(tmp_path: Path) -> None:
+    state = {"flat_parameter_0": torch.rand(3), "shard_info": torch.rand(2), "my_fsdp_shard": torch.rand(4)}
+    torch.save(state, tmp_path / "model.pt")
+    assert [named.key for named in fsdpckpt.inspect(tmp_path / "model.pt").tensors] == list(state)
 
 
 def read_files(paths: dict[int, Path]) -> tuple[PartContents, Any]:
@@ -422,24 +478,6 @@ def test_equal_looking_replicas_are_decided_by_kind_and_not_by_value(tmp_path: P
     assert tree.rank_values == {}
 
 
-def adam_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.Adam(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.rand_like(parameter)
-    optimizer.step()
-    return optimizer
-
-
-def test_full_optimizer_states_on_every_rank_are_replicas(tmp_path: Path) -> None:
-    """NO_SHARD and DDP: parameters of two dimensions cannot be slices of a flat parameter."""
-    state = adam_of(torch.nn.Linear(3, 2)).state_dict()
-    for rank in range(2):
-        torch.save(state, tmp_path / f"model_{rank}.pt")
-    tree, found = read(tmp_path)
-    assert (tree.layout, tree.problems) == (Layout.FULL, [])
-    assert found == held(state, ())
-
-
 def test_states_that_a_rank_never_made_are_no_missing_keys() -> None:
     assert read(GOLDEN / "torch-2.4/f1_orig_raw", "optim")[0].problems == []
 
@@ -604,7 +642,7 @@ REFUSALS = (
 )  # fmt: skip
 
 
-@each_of(REFUSALS)
+@each_of((*REFUSALS, *DISCONTINUED))
 def test_it_is_refused(refusal: Refusal, tmp_path: Path) -> None:
     refusal.require(tmp_path)
 
