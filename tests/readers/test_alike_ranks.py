@@ -1,4 +1,7 @@
-"""Files of ranks that are alike are parsed once: what comes of it is compared with parsing each of them."""
+"""Files of ranks that are alike are parsed once: what comes of it is compared with parsing each of them.
+
+Meshes that do not list their ranks in ascending order: FSDP2 and ``full_tensor`` go by the process group.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.formats.torch.loadable import ARRAY, array_of
 from fsdpckpt.readers.torch_ranks import rank_files
 from tests.formats.torch_saves import loaded, rewritten, saved
 from tests.fuzz.layouts import pickle_in
 from tests.fuzz.mutations import mutated
+from tests.oracle.compare import differences, identical
 from tests.readers.alike import Refusal, same_end
-from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
+from tests.readers.played_ranks import StackOf, as_rank, shard, shard_rows_twice
 
 WORLD = 6
 
@@ -150,6 +157,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], int]] = {
     "own-values": (own_extra, 6),
     "own-values-of-every-second": (lambda rank: {"w": numbered(2), "at": "odd" if rank % 2 else "even"}, 2),
     "own-set": (lambda rank: {"w": numbered(2), "s": {rank}}, 6),
+    "own-number-in-a-text": (lambda rank: {"w": numbered(2), f"stage{rank}": 1, "n": {"rank": rank}}, 6),
     "own-number-in-a-key": (lambda rank: {"w": numbered(2), (1, rank): 3}, 6),
     "own-keys": (lambda rank: {f"w{rank}": numbered(2)}, 6),
     "own-lengths": (lambda rank: {"w": numbered(2 + rank)}, 6),
@@ -176,12 +184,6 @@ def test_the_number_of_a_gpu_is_no_difference(
     paths = save(tmp_path, state)
     same_end(paths)
     assert len(parsed) == WORLD + 1
-
-
-def test_a_key_with_a_number_in_it_is_a_difference(tmp_path: Path, parsed: list[str]) -> None:
-    paths = save(tmp_path, lambda rank: {"w": numbered(2), f"stage{rank}": 1, "n": {"rank": rank}})
-    same_end(paths)
-    assert len(parsed) == 2 * WORLD
 
 
 def test_records_that_lie_elsewhere_are_found_there(tmp_path: Path, parsed: list[str]) -> None:
@@ -280,3 +282,49 @@ def test_a_rank_with_rows_that_its_place_does_not_give_it_is_refused(tmp_path: P
     once = same_end(paths)
     assert isinstance(once, Refusal)
     assert isinstance(once.error, SourceCorruptError)
+
+
+ORDERS: dict[str, Any] = {
+    "turned": [3, 2, 1, 0],
+    "mixed": [2, 0, 3, 1],
+    "replicas": [[3, 1], [0, 2]],
+    "transposed": [[0, 2], [1, 3]],
+}
+WEIGHTS = {
+    "even": torch.arange(24.0).reshape(8, 3),
+    "uneven": torch.arange(100.0, 114.0).reshape(7, 2),
+    "few": torch.arange(200.0, 206.0).reshape(3, 2),
+}
+
+
+def held_by(order: Any) -> dict[str, Any]:
+    model = StackOf(WEIGHTS)
+    names = None if isinstance(order[0], int) else ("replicate", "shard")
+    fully_shard(model, mesh=DeviceMesh("cpu", order, mesh_dim_names=names))
+    return model.state_dict()
+
+
+def ranks(order: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    for rank in range(4):
+        with as_rank(rank, 4):
+            yield rank, held_by(order)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_files_of_ranks_in_any_order_are_put_together_as_fsdp2_cut_them(tmp_path: Path, order: Any) -> None:
+    (tmp_path / "ranks").mkdir()
+    for rank, state in ranks(order):
+        torch.save(state, tmp_path / "ranks" / f"model_world_size_4_rank_{rank}.pt")
+    assert fsdpckpt.verify(tmp_path / "ranks").whole
+    fsdpckpt.convert(tmp_path / "ranks", tmp_path / "full.pt", to="full", only="model")
+    found = torch.load(tmp_path / "full.pt")
+    assert all(identical(found[f"{name}.weight"], weight) for name, weight in WEIGHTS.items())
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_ranks_in_any_order_are_filled_as_fsdp2_cuts_them(tmp_path: Path, order: Any) -> None:
+    torch.save({"model": {f"{name}.weight": weight for name, weight in WEIGHTS.items()}}, tmp_path / "full.pt")
+    for _, expected in ranks(order):
+        state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
+        dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
+        assert not differences(state["model"], expected)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
@@ -287,20 +286,6 @@ def test_vectors_of_one_length_are_whole_when_the_model_has_them(tmp_path: Path)
         assert (found.layout, found.problems, placements(found)) == (Layout.FULL, (), {"whole"})
         assert found.optim is not None
         assert held(found.optim.state, found.files) == held(state["state"], ())
-
-
-def test_a_model_of_other_shapes_beside_the_optimizer_proves_slices(tmp_path: Path) -> None:
-    """verl's form: DTensors in the model's files, flat parameters in the optimizer's."""
-
-    def model(_rank: int) -> Any:
-        mesh = init_device_mesh("cpu", (3,))
-        return {"w": distribute_tensor(randn(7, 3), mesh, [Shard(0)], src_data_rank=None), "b": randn(3)}
-
-    directory = save(tmp_path / "c", 3, model, "model")
-    save(directory, 3, lambda rank: optimizer({0: {"exp_avg": randn(8, rank=rank), "step": torch.tensor(2.0)}}))
-    found = opened(directory)
-    assert (found.layout, found.problems) == (Layout.FLATTENED, ())
-    assert held(leaf(found, 0, "exp_avg"), found.files) == raw(torch.cat([randn(8, rank=rank) for rank in range(3)]))
 
 
 def test_slices_as_long_as_a_vector_of_the_model_are_recognised_by_their_bytes(tmp_path: Path) -> None:

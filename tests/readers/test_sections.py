@@ -458,13 +458,6 @@ def test_a_flattened_optimizer_beside_the_names_of_its_model_is_the_optimizer() 
     assert found.place_of(("l.weight",)) is Section.MODEL
 
 
-def test_what_is_left_of_a_wrapper_keeps_its_place() -> None:
-    """Both sections are in dicts that have more: a full target keeps them there, too."""
-    root = {"model": {"state_dict": MODEL, "config": 1}, "optimizer": {"inner": BY_ID, "scale": 2.0}}
-    found = check(root, MODEL, BY_ID, {"model": {"config": 1}, "optimizer": {"scale": 2.0}})
-    assert (found.model_path, found.optim_path) == (("model", "state_dict"), ("optimizer", "inner"))
-
-
 def random_tree(generator: random.Random, depth: int = 0) -> Any:
     """A state dict of models, optimizers, wrappers around them, settings and random states, in any nesting."""
     pool: list[Any] = [
