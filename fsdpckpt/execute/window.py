@@ -33,7 +33,7 @@ from fsdpckpt.storage.sources import Sources
 MAX_GAP = 32 * 1024  # between two small ranges on a disk: cheaper to read than to skip
 WIDE_ROW = 16 * 1024  # rows of this width or more are read one by one from a disk, narrower ones in one span
 MIN_SUMMED = 128 * 1024  # bytes of a piece whose checksum is kept: a shorter one is summed again in less time
-CHECKSUM_BLOCK = 512 * 1024  # small enough for the second-level cache of one core, beside other data
+CHECKSUM_BLOCK = 1024 * 1024  # small enough for the second-level cache of one core; threads meet between blocks
 
 _FEW_COPIES = 16  # in a window
 CAST_AT_ONCE = 1 << 16  # elements: their temporary copies fit into the processor's cache

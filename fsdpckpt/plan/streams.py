@@ -93,6 +93,7 @@ def lay_out_stream(
         placed[number] = at + (windows[number].begin - at) % ALIGNMENT
         counts[round_of[number]] = placed[number] + windows[number].end - windows[number].begin
     rest = chosen[~direct]
+    rest = rest[np.argsort(round_of[parts.window[rest]], kind="stable")]
     round_of_rest = round_of[parts.window[rest]]
     behind = np.cumsum(parts.nbytes[rest]) - parts.nbytes[rest]
     of_round = np.bincount(round_of_rest, weights=parts.nbytes[rest], minlength=rounds).astype(np.int64)
@@ -100,12 +101,13 @@ def lay_out_stream(
     counts += of_round
     begins = np.cumsum(counts) - counts
     placed = {number: at + int(begins[round_of[number]]) for number, at in placed.items()}
-    offset = np.zeros(len(chosen), np.int64)
-    offset[~direct] = behind + begins[round_of_rest]
-    numbers = parts.window[chosen[direct]].tolist()
-    offset[direct] = [
+    in_windows = chosen[direct]
+    numbers = parts.window[in_windows].tolist()
+    offset_in_windows = [
         placed[number] - windows[number].begin + target
-        for number, target in zip(numbers, parts.target[chosen[direct]].tolist(), strict=True)
+        for number, target in zip(numbers, parts.target[in_windows].tolist(), strict=True)
     ]
+    found = np.concatenate([in_windows, rest])
+    offset = np.concatenate([np.array(offset_in_windows, np.int64), behind + begins[round_of_rest]])
     order = np.argsort(offset, kind="stable")
-    return StreamLayout(chosen[order], offset[order], counts, placed)
+    return StreamLayout(found[order], offset[order], counts, placed)

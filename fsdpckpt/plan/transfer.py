@@ -8,8 +8,10 @@ between two parts of an object, but never inside an element that is cast or a wi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +26,8 @@ _SNAP = 0.05  # of a part: a rank may write this fraction more if a file then ha
 # The same of objects: one that several ranks send is complete, and need not be sent again, only when all have ended.
 _SNAP_OBJECTS = 0.4
 _BLOCK = 1 << 16  # bytes: no system in use has larger pages, so no page of a file has two writers
+# Most file systems let one thread at a time write to a file: threads that write to several do not wait for each other.
+FILES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +142,12 @@ class Window:
 class TransferPlan:
     """What one rank writes, sends and receives.
 
-    ``files[segment]``: the plan by which it fills its windows of that segment; in it, the streams of all ranks follow
-    the source files. ``streams[o]``: the stream to rank o, as the plan of a file made from this rank's sources.
-    ``sends[o]``, ``receives[s]``: bytes in each round, with those that only keep windows in place. ``in_place``: the
-    windows that are received where they are written from: the sender, and where in its stream they begin.
-    ``received[s]``: bytes of tensors from rank s. ``rounds``: the number of rounds in which this rank takes part.
+    ``windows``: in the order in which they are written. ``files[segment]``: the plan by which it fills its windows of
+    that segment; in it, the streams of all ranks follow the source files. ``streams[o]``: the stream to rank o, as the
+    plan of a file made from this rank's sources. ``sends[o]``, ``receives[s]``: bytes in each round, with those that
+    only keep windows in place. ``in_place``: the windows that are received where they are written from: the sender, and
+    where in its stream they begin. ``received[s]``: bytes of tensors from rank s. ``rounds``: the number of rounds in
+    which this rank takes part.
     """
 
     windows: tuple[Window, ...]
@@ -159,10 +164,13 @@ class TransferPlan:
 class _Need:
     """What rank ``owner`` cannot read: copies by segment, all of their parts, and the streams of the ranks that send
     some: of each to the rank that plans, and to others only its own.
+
+    ``windows``: by segment; ``order``: their numbers, in the order in which they are written.
     """
 
     owner: int
     windows: list[Window]
+    order: list[int]
     copies: list[tuple[int, CopyParts]]
     parts: Parts
     streams: dict[int, StreamLayout]
@@ -178,25 +186,26 @@ def plan_transfers(
     window: int,
     round_bytes: int,
     written: Int64Array,
+    files_at_once: int = FILES_AT_ONCE,
 ) -> TransferPlan:
     """Plan the transfers of rank ``rank``. ``seen_by[file, rank]``: which rank sees which source file; every file is
     seen by at least one.
 
     ``written``: rows of ``plan.written``, by segment, in order: windows that an interrupted run has written. A segment
     that is complete has an empty window. A window must not need more than ``round_bytes``; the less each window needs,
-    the better rounds are filled.
+    the better rounds are filled. ``files_at_once``: the windows of so many files are written in turn.
     """
     owned: dict[int, list[int]] = {rank: []}
     for number, segment in enumerate(segments):
         owned.setdefault(segment.owner, []).append(number)
     served = {rank, *np.flatnonzero((~seen_by & seen_by[:, [rank]]).any(axis=0)).tolist()}
-    search = _NeedSearch(plan, segments, seen_by, rank, window, round_bytes, written)
+    search = _NeedSearch(plan, segments, seen_by, rank, window, round_bytes, written, files_at_once)
     needs = [search.of_owner(owner, owned[owner]) for owner in sorted(owned) if owner in served]
     rounds = max((need.rounds for need in needs), default=0)
     own_need = next(need for need in needs if need.owner == rank)
     sent = {need.owner: need.streams[rank] for need in needs if rank in need.streams}
     return TransferPlan(
-        windows=tuple(own_need.windows),
+        windows=tuple(own_need.windows[number] for number in own_need.order),
         files=_files_with_streams(plan, segments, own_need, seen_by, rank),
         streams={need.owner: _stream(need, rank) for need in needs if rank in need.streams},
         sends={owner: _in_rounds(stream.counts, rounds) for owner, stream in sent.items()},
@@ -242,6 +251,7 @@ class _NeedSearch:
     window: int
     round_bytes: int
     written: Int64Array
+    files_at_once: int
 
     def of_owner(self, owner: int, numbers: Sequence[int]) -> _Need:
         """What ``owner`` cannot read of ``numbers``, its segments."""
@@ -266,7 +276,8 @@ class _NeedSearch:
         window_of = np.concatenate([*windows_of_parts, np.zeros(0, np.int64)])
         needed_parts = self._parts([needed for _, needed in copies], window_of, owner)
         in_place = parts_in_place(needed_parts, sizes)
-        round_of = _fill_rounds(bytes_held(needed_parts, in_place, sizes), self.round_bytes)
+        order = _in_turn([segment for segment, _, _ in bounds], self.files_at_once)
+        round_of = _fill_rounds(bytes_held(needed_parts, in_place, sizes), self.round_bytes, order)
         rounds = int(round_of.max(initial=-1)) + 1
         windows = [Window(*bound, int(number)) for bound, number in zip(bounds, round_of, strict=True)]
         streams = {
@@ -274,7 +285,7 @@ class _NeedSearch:
             for sender in sorted(set(needed_parts.sender.tolist()))
             if self.rank in (owner, sender)  # this rank takes no part in the others
         }
-        return _Need(owner, windows, copies, needed_parts, streams, rounds)
+        return _Need(owner, windows, order, copies, needed_parts, streams, rounds)
 
     def _parts(self, needed: Sequence[CopyParts], window_of: Int64Array, owner: int) -> Parts:
         """All parts of ``needed``, which ``owner`` needs; ``window_of``: the number of the window of each."""
@@ -288,14 +299,36 @@ class _NeedSearch:
         return Parts(window_of, senders, nbytes, target, (rows == 1) & (cast < 0))
 
 
-def _fill_rounds(nbytes: Int64Array, round_bytes: int) -> Int64Array:
-    """The round of each window, which needs ``nbytes`` from other ranks; -1 for none. No round is empty."""
+def _in_turn(files: Sequence[int], files_at_once: int) -> list[int]:
+    """The order in which windows are written: ``files_at_once`` files take turns, and the next file comes when one has
+    no more windows. ``files``: of each window.
+    """
+    by_file: dict[int, deque[int]] = {}
+    for number, file in enumerate(files):
+        by_file.setdefault(file, deque()).append(number)
+    files_left = iter(by_file.values())
+    taken = deque(islice(files_left, files_at_once))
+    order: list[int] = []
+    while taken:
+        windows = taken.popleft()
+        order.append(windows.popleft())
+        taken.extend([windows] if windows else islice(files_left, 1))
+    return order
+
+
+def _fill_rounds(nbytes: Int64Array, round_bytes: int, order: Sequence[int]) -> Int64Array:
+    """The round of each window, which needs ``nbytes`` from other ranks; -1 for none. No round is empty.
+
+    ``order``: the numbers of the windows, as they are written.
+    """
     needs = nbytes > 0
     if not needs.any():  # as in a run of one process: skip np.unique, which imports much
         return np.full(len(nbytes), -1, np.int64)
     # A round has the windows whose bytes begin in the same ``step``: at most as many bytes and one window's more.
     step = max(round_bytes - int(nbytes.max()), 1)
-    _, rounds = np.unique(np.where(needs, (np.cumsum(nbytes) - nbytes) // step, -1), return_inverse=True)
+    begins = np.zeros(len(nbytes), np.int64)
+    begins[order] = np.cumsum(nbytes[order]) - nbytes[order]
+    _, rounds = np.unique(np.where(needs, begins // step, -1), return_inverse=True)
     return rounds.astype(np.int64) - (0 if needs.all() else 1)
 
 
