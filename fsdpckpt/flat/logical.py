@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceUnsupportedError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, required
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, of_same_section
 from fsdpckpt.flat.units.sections import labels_of, request_of_section
-from fsdpckpt.flat.units.source import source_units, units_like
+from fsdpckpt.flat.units.source import UnitsUnknown, find_source_units, find_units_like
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, Note, Problem, Section
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.sections import alone, main_alone
@@ -79,17 +79,14 @@ def _settled(
         return checkpoint
     if checkpoint.units is None and checkpoint.origin.units_refused and request == NOTHING_GIVEN:
         return _unnamed(checkpoint, "the units file beside it cannot be used")
-    try:
-        resolved = _resolved(checkpoint, request, other, sources)
-    except NeedsInformationError as error:
-        if request != NOTHING_GIVEN:
-            raise
-        return _unnamed(checkpoint, error.what)
-    except SourceCorruptError as error:
-        if request != NOTHING_GIVEN or not listing:
-            raise
-        return _with_problems(checkpoint, error)
-    return _with_names(checkpoint, resolved, sources, listing=listing)
+    resolved = _find_units(checkpoint, request, other, sources)
+    if isinstance(resolved, ResolvedUnits):
+        return _with_names(checkpoint, resolved, sources, listing=listing)
+    if isinstance(resolved, NeedsInformationError) and request == NOTHING_GIVEN:
+        return _unnamed(checkpoint, resolved.what)
+    if isinstance(resolved, SourceCorruptError) and request == NOTHING_GIVEN and listing:
+        return _with_problems(checkpoint, resolved)
+    raise resolved
 
 
 def _with_names(checkpoint: Checkpoint, resolved: ResolvedUnits, sources: Sources, *, listing: bool) -> Checkpoint:
@@ -122,54 +119,46 @@ def require_comparable(a: Checkpoint, b: Checkpoint, request: UnitsRequest, sour
     if in_slices[0] == in_slices[1]:
         return
     sliced, whole = (a, b) if in_slices[0] else (b, a)
-    try:
-        _resolved(sliced, request, whole, sources)
-    except NeedsInformationError as error:
+    found = _find_units(sliced, request, whole, sources)
+    if isinstance(found, NeedsInformationError):
         raise NeedsInformationError(
             f"{sliced.source} holds slices of flat parameters and {whole.source} whole tensors, and they cannot be "
-            f"matched: {error.what}",
-            details=error.details,
-            why=error.why,
-            next_step=error.next_step,
-        ) from None
+            f"matched: {found.what}",
+            details=found.details,
+            why=found.why,
+            next_step=found.next_step,
+        )
+    required(found)
 
 
-def _resolved(
+def _find_units(
     checkpoint: Checkpoint, request: UnitsRequest, other: Checkpoint | None, sources: Sources
-) -> ResolvedUnits:
-    """The units of ``checkpoint``: as ``request`` says, else with what ``other`` says. Raises the last error."""
-    try:
-        return source_units(checkpoint, request, sources)
-    except NeedsInformationError as error:
-        last = error
-    for attempt in _with_help_of(checkpoint, request, other, sources):
-        if isinstance(attempt, ResolvedUnits):
-            return attempt
-        last = attempt
-    raise last
+) -> ResolvedUnits | UnitsUnknown:
+    """The units of ``checkpoint``: as ``request`` says, else with what ``other`` says. The last error, if neither says
+    enough.
+    """
+    found = find_source_units(checkpoint, request, sources)
+    if not isinstance(found, NeedsInformationError):
+        return found
+    for with_help in _with_help_of(checkpoint, request, other, sources):
+        if isinstance(with_help, ResolvedUnits):
+            return with_help
+        if isinstance(with_help, NeedsInformationError):
+            found = with_help  # what is still missing; any other error is of one that belongs to another model
+    return found
 
 
 def _with_help_of(
     checkpoint: Checkpoint, request: UnitsRequest, other: Checkpoint | None, sources: Sources
-) -> Iterator[ResolvedUnits | NeedsInformationError]:
-    """What comes of the units, and of the names, of ``other``. One that belongs to another model is no help."""
+) -> Iterator[ResolvedUnits | UnitsUnknown]:
+    """What comes of the units, and of the names, of ``other``."""
     if other is None:
         return
     if other.units is not None and other.units.flat and request.file is None:
-        try:
-            yield units_like(checkpoint, other.units, other.origin.units_from or other.source, sources)
-        except NeedsInformationError as error:
-            yield error
-        except SourceError:
-            pass
+        yield find_units_like(checkpoint, other.units, other.origin.units_from or other.source, sources)
     named = model_names(other, other.source) or optimizer_names(other, other.source)
     if named is not None and request.reference is None:
-        try:
-            yield source_units(checkpoint, replace(request, reference=other.source), sources)
-        except NeedsInformationError as error:
-            yield error
-        except SourceError:
-            pass
+        yield find_source_units(checkpoint, replace(request, reference=other.source), sources)
 
 
 def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.converters.target.layout import refuse_flat_options
-from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir import Layout
@@ -35,19 +34,18 @@ def _source_units(draft: Draft, *, target_flattened: bool) -> ResolvedUnits:
     """The units of the source, proved by all of its sections; by the selected one alone if another one contradicts
     or leaves them open: a section never needs another to be understood.
     """
-    from fsdpckpt.flat.units.source import source_units
+    from fsdpckpt.flat.units.source import find_source_units
 
     all_sections, selected = draft.opened, draft.checkpoint
-    witnesses = [all_sections]
+    request, sources = draft.knowledge.request, draft.sources
+    found = find_source_units(all_sections, request, sources, target_flattened=target_flattened)
+    if isinstance(found, ResolvedUnits):
+        return found
     if _sections_of(selected) != _sections_of(all_sections):
-        witnesses.append(selected)
-    errors: list[FsdpckptError] = []
-    for checkpoint in witnesses:
-        try:
-            return source_units(checkpoint, draft.knowledge.request, draft.sources, target_flattened=target_flattened)
-        except (NeedsInformationError, SourceError) as error:
-            errors.append(error)
-    raise errors[0]  # what all sections together need is the better advice
+        by_selected = find_source_units(selected, request, sources, target_flattened=target_flattened)
+        if isinstance(by_selected, ResolvedUnits):
+            return by_selected
+    raise found  # what all sections together need is the better advice
 
 
 def _sections_of(checkpoint: Checkpoint) -> tuple[bool, bool]:

@@ -60,12 +60,27 @@ def infer(
     preferred: Settings | None = None,
     order_command: Callable[[], str | None] = lambda: None,
 ) -> ResolvedUnits | Refusal:
-    """The only units that the lengths in ``checkpoint`` allow, or what contradicts the nearest candidate.
+    """``find_inferred``, which raises NeedsInformationError where that is the answer."""
+    found = find_inferred(checkpoint, candidates, wanted=wanted, preferred=preferred, order_command=order_command)
+    if isinstance(found, NeedsInformationError):
+        raise found
+    return found
+
+
+def find_inferred(
+    checkpoint: Checkpoint,
+    candidates: Iterable[Candidate],
+    *,
+    wanted: Settings,
+    preferred: Settings | None = None,
+    order_command: Callable[[], str | None] = lambda: None,
+) -> ResolvedUnits | Refusal | NeedsInformationError:
+    """The only units that the lengths in ``checkpoint`` allow, or what contradicts the nearest candidate. An error if
+    several match that read the same bytes differently, or if an order is not certain.
 
     ``candidates``: those of earlier turns first; a later turn comes only if nothing in an earlier one matches.
     ``preferred``: settings that the caller expects; they decide if several match. ``order_command``: the command that
-    finds the order of the names, for an error. Raises NeedsInformationError if several match that read the same bytes
-    differently, or if an order is not certain.
+    finds the order of the names, for an error.
     """
     matches: list[_Matched] = []
     nearest: Refusal | None = None
@@ -92,20 +107,24 @@ def infer(
         return nearest or Refusal(
             "no candidate units could be built from the names", tuple(describe_lengths(checkpoint))
         )
-    resolved, chosen = _choose(checkpoint, matches, preferred or Settings(), order_command)
-    _require_no_exchange(checkpoint, chosen, wanted)
-    return resolved
+    choice = _choose(checkpoint, matches, preferred or Settings(), order_command)
+    if isinstance(choice, NeedsInformationError):
+        return choice
+    resolved, chosen = choice
+    exchanged = _exchanged(checkpoint, chosen, wanted)
+    return resolved if exchanged is None else _ambiguous(checkpoint, [chosen, exchanged])
 
 
-def _require_no_exchange(checkpoint: Checkpoint, chosen: _Matched, wanted: Settings) -> None:
-    """Raises NeedsInformationError if ``chosen`` left out a name that fits in the place of another."""
+def _exchanged(checkpoint: Checkpoint, chosen: _Matched, wanted: Settings) -> _Matched | None:
+    """What also matches if a name that ``chosen`` left out is in the place of another; None if nothing does."""
     for alternative in chosen.candidate.alternatives():
         candidate = replace(alternative, groups=chosen.candidate.groups)
         for units, assignments in _with_settings(checkpoint, candidate, wanted):
             for groups in assignments:
                 result = match(checkpoint, units if groups is None else units.with_groups(groups))
                 if isinstance(result, FlatMatch):
-                    raise _ambiguous(checkpoint, [chosen, _Matched(candidate, result)])
+                    return _Matched(candidate, result)
+    return None
 
 
 def _with_settings(
@@ -165,7 +184,8 @@ def _param_dtypes(units: Units, *, use_orig_params: bool, wanted: Settings) -> t
 
 def _choose(
     checkpoint: Checkpoint, matches: list[_Matched], preferred: Settings, order_command: Callable[[], str | None]
-) -> tuple[ResolvedUnits, _Matched]:
+) -> tuple[ResolvedUnits, _Matched] | NeedsInformationError:
+    """The units of the only way to read the bytes that ``matches`` leave, with one of the matches that have it."""
     by_mapping: dict[object, list[_Matched]] = {}
     for matched in matches:
         by_mapping.setdefault(byte_mapping(checkpoint, matched.match), []).append(matched)
@@ -176,16 +196,16 @@ def _choose(
             fitting.append([matched for matched in same if preferred.fits(matched.match.units)])
         groups = list(filter(None, fitting))
     if len(groups) != 1:
-        raise _ambiguous(checkpoint, [same[0] for same in groups] or matches)
+        return _ambiguous(checkpoint, [same[0] for same in groups] or matches)
     (same,) = groups
     chosen = next((matched for matched in same if preferred.fits(matched.match.units)), same[0])
     if not chosen.candidate.ordered:
         reason = why_order_matters(checkpoint, chosen.match)
         if reason is not None:
-            raise order_unknown(checkpoint.source, reason, [chosen.candidate.label], command=order_command())
+            return order_unknown(checkpoint.source, reason, [chosen.candidate.label], command=order_command())
     kernels = possibly_channels_last(chosen.match.units) if chosen.match.keys or _splits(checkpoint) else []
     if kernels and not chosen.candidate.strides_known:
-        raise _without_strides(checkpoint, kernels)
+        return _without_strides(checkpoint, kernels)
     how = (chosen.candidate.label, *chosen.candidate.assumed, describe_settings(chosen.match.units))
     open_settings = differing_settings([matched.match.units for matched in same])
     return ResolvedUnits(chosen.match.units, chosen.match, how, open_settings), chosen

@@ -214,18 +214,18 @@ def target_reference(request: UnitsRequest, present: Collection[str], sources: S
     return names.selected(name_of)
 
 
-def require_agreement(
+def find_disagreement(
     units: Units, request: UnitsRequest, sources: Sources, described: str, *, of_model: bool = False
-) -> None:
-    """Raises SourceCorruptError if other options contradict ``units``; ``described``: their name in the message.
-    ``of_model``: as for ``option_contradictions``.
+) -> SourceCorruptError | None:
+    """The error if other options contradict ``units``; ``described``: their name in the message. ``of_model``: as for
+    ``option_contradictions``.
     """
     wrong = option_contradictions(units, request, sources, of_model=of_model)
     if not wrong:
-        return
+        return None
     options = {flags.unit: request.globs, flags.parameters: request.parameters, flags.reference: request.reference}
     given = [f"{option}" for option, value in options.items() if value]
-    raise SourceCorruptError(
+    return SourceCorruptError(
         f"{' and '.join(given)} {'contradicts' if len(given) == 1 else 'contradict'} {described}",
         details=wrong,
         why="what was given describes a different model, wrapping or version of this one",

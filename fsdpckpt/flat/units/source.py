@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from fsdpckpt import flags
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError, to_copy
+from fsdpckpt.errors import (
+    NeedsInformationError,
+    SourceCorruptError,
+    SourceUnsupportedError,
+    UsageError,
+    required,
+    to_copy,
+)
 from fsdpckpt.flags import Flag
 from fsdpckpt.flat.match import FlatMatch, Mismatch, match
 from fsdpckpt.flat.names import UnitPrefixes, parameter_order, prefixes_of
@@ -14,15 +22,15 @@ from fsdpckpt.flat.slices import describe_lengths
 from fsdpckpt.flat.units.architectures import BaseModel, units_command
 from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
-from fsdpckpt.flat.units.inference import Refusal, infer
+from fsdpckpt.flat.units.inference import Refusal, find_inferred, infer
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,
     UnitsRequest,
+    find_disagreement,
     load_units,
     option_contradictions,
     reference_names,
-    require_agreement,
     require_model_order,
 )
 from fsdpckpt.flat.units.target import target_units
@@ -42,18 +50,50 @@ from fsdpckpt.transform.units_beside import units_beside_unreadable
 _SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
 
 
+UnitsUnknown: TypeAlias = NeedsInformationError | SourceCorruptError | SourceUnsupportedError
+"""Why the units of a source are not known: the error, for whoever needs them."""
+
+
 def source_units(
     checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool = False
 ) -> ResolvedUnits:
-    """The units of a flattened source, proved by the number of elements of every slice.
+    """``find_source_units``. Raises the error if that is the answer."""
+    return required(find_source_units(checkpoint, request, sources, target_flattened=target_flattened))
+
+
+def find_source_units(
+    checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool = False
+) -> ResolvedUnits | UnitsUnknown:
+    """The units of a flattened source, proved by the number of elements of every slice. An error for units that
+    contradict the checkpoint, if several units match or an option is needed, and for a parameter with the name of a
+    flat parameter.
 
     ``target_flattened``: ``request`` describes the target, and the source only if no units are beside the source.
-    Raises SourceCorruptError for units that contradict the checkpoint, NeedsInformationError if several units match or
-    an option is needed, SourceUnsupportedError for a parameter with the name of a flat parameter.
+    Raises UsageError for options that match nothing, SourceError for files they name that cannot be read.
     """
+    unusable = _only_called_flat(checkpoint) or _units_beside_unusable(checkpoint, request)
+    if unusable is not None:
+        return unusable
+    beside = checkpoint.units
+    if beside is not None and beside.flat and (target_flattened or request.file is None):
+        source_request = UnitsRequest() if target_flattened else request
+        return _given_units(
+            checkpoint, beside, checkpoint.origin.units_from or "beside the checkpoint", source_request, sources
+        )
+    units = load_units(request.file, sources, request.sections) if request.file is not None else None
+    if request.file is None or units is None or not units.flat:
+        return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
+    of_other_ranks = units.world_size not in (None, checkpoint.world_size) and not units.orders
+    if target_flattened or (of_other_ranks and not request.options()):
+        return find_units_like(checkpoint, units, request.file, sources)
+    return _given_units(checkpoint, units, request.file, request, sources)
+
+
+def _only_called_flat(checkpoint: Checkpoint) -> SourceUnsupportedError | None:
+    """The error for a parameter that has the name of a flat parameter, and is none."""
     for key, leaf in checkpoint.params.items():
         if is_flat_key(key) and isinstance(leaf, Tensor) and leaf.ndim != 1:
-            raise SourceUnsupportedError(
+            return SourceUnsupportedError(
                 f"{checkpoint.source}: the parameter {key} has the name of an FSDP1 flat parameter, and is none",
                 file=checkpoint.source,
                 key=key,
@@ -62,35 +102,28 @@ def source_units(
                 why="fsdpckpt recognises flat parameters by this name, which FSDP1 keeps for them",
                 next_step="save the model with another name for this parameter",
             )
-    beside = checkpoint.units
-    if beside is not None and beside.flat and (target_flattened or request.file is None):
-        source_request = UnitsRequest() if target_flattened else request
-        return _given_units(
-            checkpoint, beside, checkpoint.origin.units_from or "beside the checkpoint", source_request, sources
-        )
-    if beside is None and checkpoint.origin.units_from and request.file is None:
-        raise NeedsInformationError(
+    return None
+
+
+def _units_beside_unusable(
+    checkpoint: Checkpoint, request: UnitsRequest
+) -> NeedsInformationError | SourceCorruptError | None:
+    """The error if units files are beside ``checkpoint``, none of them is used, and no option names one."""
+    if request.file is not None:
+        return None
+    if checkpoint.units is None and checkpoint.origin.units_from:
+        return NeedsInformationError(
             f"several different units files are beside {checkpoint.source}",
             details=checkpoint.origin.units_from.split(", "),
             why="each describes a different model or wrapping, and only one can be this checkpoint's",
             next_step=f"name the one that belongs to it: {flags.units('FILE')}",
         )
-    if request.file is None:
-        unreadable = units_beside_unreadable(checkpoint)
-        if unreadable is not None:
-            raise unreadable
-    units = load_units(request.file, sources, request.sections) if request.file is not None else None
-    if request.file is None or units is None or not units.flat:
-        return _infer_units(checkpoint, request, sources, target_flattened=target_flattened)
-    of_other_ranks = units.world_size not in (None, checkpoint.world_size) and not units.orders
-    if target_flattened or (of_other_ranks and not request.options()):
-        return units_like(checkpoint, units, request.file, sources)
-    return _given_units(checkpoint, units, request.file, request, sources)
+    return units_beside_unreadable(checkpoint)
 
 
 def _given_units(
     checkpoint: Checkpoint, units: Units, label: str, request: UnitsRequest, sources: Sources
-) -> ResolvedUnits:
+) -> ResolvedUnits | NeedsInformationError | SourceCorruptError:
     """Units from a file, with the settings from options applied; proved or refused."""
     requested = request.applied_to(units)
     result = match(checkpoint, requested)
@@ -103,7 +136,7 @@ def _given_units(
             next_step=f"drop {' and '.join(settings)}",
         )
     if isinstance(result, Mismatch) and result.undivided is not None:
-        raise NeedsInformationError(
+        return NeedsInformationError(
             f"cannot tell which parameters each optimizer of {checkpoint.source} has: {result.undivided}",
             file=checkpoint.source,
             why="they list their parameters by id, and parameters with equally long slices look alike",
@@ -112,7 +145,7 @@ def _given_units(
             alternative="save each optimizer by name: FSDP.optim_state_dict(model, optimizer)",
         )
     if isinstance(result, Mismatch):
-        raise SourceCorruptError(
+        return SourceCorruptError(
             f"the units of {label} are not those of {checkpoint.source}",
             details=result.contradictions,
             why="they belong to a different model, wrapping or run, rank files were mixed up, HYBRID_SHARD sharded "
@@ -121,19 +154,21 @@ def _given_units(
             file=label,
         )
     of_model = checkpoint.optim is None
-    require_agreement(requested, request, sources, f"the units of {label}", of_model=of_model)
-    return ResolvedUnits(result.units, result, (f"units: from {label}",))
+    disagreement = find_disagreement(requested, request, sources, f"the units of {label}", of_model=of_model)
+    return disagreement or ResolvedUnits(result.units, result, (f"units: from {label}",))
 
 
-def units_like(checkpoint: Checkpoint, units: Units, label: str, sources: Sources) -> ResolvedUnits:
+def find_units_like(
+    checkpoint: Checkpoint, units: Units, label: str, sources: Sources
+) -> ResolvedUnits | NeedsInformationError | SourceCorruptError:
     """The units of another checkpoint of the model, if nothing gives those of this one: they may have other settings
-    and ranks, if the slices prove them.
+    and ranks, if the slices prove them; the error that says why not, if they do not.
     """
     if isinstance(match(checkpoint, units), FlatMatch):
         return _given_units(checkpoint, units, label, UnitsRequest(), sources)
     # Its number of ranks is the target's; the source's own lengths prove its ranks and sharding groups.
     wrapping = Candidate(replace(units, world_size=None), f"units: names and wrapping from {label}", strides_known=True)
-    result = infer(checkpoint, [wrapping], wanted=Settings())
+    result = find_inferred(checkpoint, [wrapping], wanted=Settings())
     if isinstance(result, Refusal):  # the unchanged file gives the better message
         return _given_units(checkpoint, units, label, UnitsRequest(), sources)
     return result
@@ -144,11 +179,16 @@ def units_like(checkpoint: Checkpoint, units: Units, label: str, sources: Source
 
 def _infer_units(
     checkpoint: Checkpoint, request: UnitsRequest, sources: Sources, *, target_flattened: bool
-) -> ResolvedUnits:
+) -> ResolvedUnits | NeedsInformationError | SourceCorruptError:
+    listed = _parameter_names(checkpoint, request, sources)
+    if isinstance(listed, NeedsInformationError):
+        return listed
     # An optimizer's own names have no buffers among them that a glob could match.
-    names = separate_buffers(_parameter_names(checkpoint, request, sources), request.buffers, all_match=False)
+    names = separate_buffers(listed, request.buffers, all_match=False)
     prefixes = _unit_prefixes(checkpoint, request, names, sources, target_flattened=target_flattened)
-    result = infer(
+    if isinstance(prefixes, NeedsInformationError):
+        return prefixes
+    result = find_inferred(
         checkpoint,
         candidates(
             checkpoint,
@@ -163,16 +203,24 @@ def _infer_units(
     )
     if isinstance(result, Refusal):
         command = None if names.ordered else units_command(request.reference, checkpoint.source, sources)
-        raise _refused_error(checkpoint, names, prefixes, result, command)
-    # --unit was compared with the checkpoint, or describes the target.
-    require_agreement(result.units, replace(request, globs=()), sources, f"what {checkpoint.source} shows of its units")
-    if names.in_model_order or request.parameters is not None:
+        return _refused_error(checkpoint, names, prefixes, result, command)
+    if isinstance(result, NeedsInformationError):
         return result
-    return replace(result, order_known=False)
+    # --unit was compared with the checkpoint, or describes the target.
+    compared = replace(request, globs=())
+    disagreement = find_disagreement(result.units, compared, sources, f"what {checkpoint.source} shows of its units")
+    if disagreement is not None:
+        return disagreement
+    order_known = names.in_model_order or request.parameters is not None
+    return result if order_known else replace(result, order_known=False)
 
 
-def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sources) -> Listing:
-    """Names, shapes and order: the checkpoint's own if they are ordered, else those of the reference."""
+def _parameter_names(
+    checkpoint: Checkpoint, request: UnitsRequest, sources: Sources
+) -> Listing | NeedsInformationError:
+    """Names, shapes and order: the checkpoint's own if they are ordered, else those of the reference. An error if there
+    are none.
+    """
     lists = [model_names(checkpoint, "the model section"), optimizer_names(checkpoint, "the optimizer's own names")]
     if request.reference is not None:
         lists.append(reference_names(request.reference, request.sections, sources))
@@ -185,7 +233,7 @@ def _parameter_names(checkpoint: Checkpoint, request: UnitsRequest, sources: Sou
             what = (
                 f"{checkpoint.source} names {plural(len(listed), 'parameter')} of flat parameters, without their shapes"
             )
-        raise NeedsInformationError(
+        return NeedsInformationError(
             what,
             details=describe_lengths(checkpoint),
             most_shown=5,
@@ -218,8 +266,8 @@ def _unit_prefixes(
     sources: Sources,
     *,
     target_flattened: bool,
-) -> UnitPrefixes:
-    """The prefixes that the checkpoint shows, else those of ``--unit``; both must agree."""
+) -> UnitPrefixes | NeedsInformationError:
+    """The prefixes that the checkpoint shows, else those of ``--unit``; both must agree. An error if there are none."""
     shown = prefixes_of(checkpoint)
     if shown is None and not request.globs:
         options = (
@@ -228,7 +276,7 @@ def _unit_prefixes(
             f"was wrapped), or {flags.units('FILE')}"
         )
         command = units_command(request.reference, checkpoint.source, sources) if not names.ordered else None
-        raise NeedsInformationError(
+        return NeedsInformationError(
             f"{checkpoint.source} does not say which modules were FSDP units",
             details=describe_lengths(checkpoint),
             most_shown=5,

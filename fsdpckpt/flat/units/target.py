@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fsdpckpt import flags
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, UsageError, required
 from fsdpckpt.flat.names import order_contradictions
 from fsdpckpt.flat.units.build import (
     Settings,
@@ -26,7 +26,7 @@ from fsdpckpt.flat.units.request import (
     ResolvedUnits,
     UnitsRequest,
     contradictions,
-    require_agreement,
+    find_disagreement,
     require_model_order,
     target_file,
 )
@@ -81,7 +81,7 @@ def target_units(
     units = replace(units.with_groups(grouped.groups), world_size=world_size, by_optimizer=())
     _require_same_model(units, checkpoint, request, dtype)
     described = f"the units of {request.file}" if request.file is not None else "the target's units"
-    require_agreement(units, request, sources, described)
+    required(find_disagreement(units, request, sources, described))
     in_list = request.parameters is not None and request.file is None and listed is None
     listed_by = f"{flags.parameters}" if in_list else described
     _require_order_of_a_model(units, checkpoint, listed_by, in_list=in_list, flattened=source is not None)
