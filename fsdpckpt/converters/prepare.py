@@ -6,44 +6,30 @@ Only rank 0 does this, and ``--dry-run`` does nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from fsdpckpt import flags
 from fsdpckpt.converters.lay_out import lay_out
 from fsdpckpt.converters.linking import Linking, choose_linking, link_equal_files
-from fsdpckpt.converters.steps.draft import Draft, TransformedCheckpoint
-from fsdpckpt.converters.steps.knowledge import Knowledge
-from fsdpckpt.converters.target.decide import decide, of_one_section
+from fsdpckpt.converters.read_source import Asked, read_source
+from fsdpckpt.converters.steps.draft import TransformedCheckpoint
+from fsdpckpt.converters.target.decide import decide
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.converters.transform import begin, transform
+from fsdpckpt.converters.transform import transform
 from fsdpckpt.errors import (
-    FsdpckptError,
     SourceCorruptError,
     SourceError,
     SourceIncompleteError,
     TargetUnwritableError,
 )
 from fsdpckpt.execute.recorded import recorded_checksums
-from fsdpckpt.flat.units.from_options import listed_parameters, units_request
-from fsdpckpt.flat.units.presence import is_flattened
-from fsdpckpt.flat.units.request import UnitsRequest, load_units
-from fsdpckpt.flat.units.sections import labels_of, places_of, with_parameters_of_section
-from fsdpckpt.ir import Section, section_of
+from fsdpckpt.ir import Section
 from fsdpckpt.ir.checkpoint import Checkpoint, Checksums
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.options import ConvertOptions
-from fsdpckpt.options.declare import Scope, given
 from fsdpckpt.plan import Plan, make_plan
-from fsdpckpt.readers.dcp.item_numbers import items_of
-from fsdpckpt.readers.dcp.items import is_located
-from fsdpckpt.readers.detect import open_checkpoint
-from fsdpckpt.readers.masters import has_untied_masters, with_masters
-from fsdpckpt.readers.protocol import Locate, require_matches
+from fsdpckpt.readers.protocol import require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
-from fsdpckpt.transform.selection import NoKeyMatchesError, choose_section, named_section
-from fsdpckpt.verify.elements import without_repeats
-from fsdpckpt.verify.masters import require_rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +56,12 @@ def prepare(source: str, target: str, options: ConvertOptions, sources: Sources)
     """Read ``source``, transform it, lay out ``target`` and plan the copies. Reads tensor data only where a proof needs
     some of it.
     """
-    asked = _Asked(source, target, options, units_request(options, listed_parameters(options)), sources)
+    asked = Asked.by(source, target, options, sources)
     try:
-        draft, decision = _read_and_transform(asked)
+        opened = read_source(asked)
+        require_matches(options.ignore_file, opened.checkpoint)
+        decision = decide(target, options, opened.checkpoint, sources)
+        draft = transform(opened.begun(decision, sources), decision)
     except (SourceIncompleteError, SourceCorruptError) as error:
         if options.only is None and (readable := _what_can_be_read(source, error, options, sources)) is not None:
             steps = [error.next_step or error.usual_next_step, readable]
@@ -122,102 +111,3 @@ def _require_possible_size(checkpoint: Checkpoint, target: str) -> None:
             why="SRC has expanded tensors, each of which stands for many more bytes than are stored",
             next_step=f"leave them out with {flags.exclude('GLOB')}",
         )
-
-
-class _Asked(NamedTuple):
-    """What is asked for. ``request``: what the options say about units; a file of names is read once for it."""
-
-    source: str
-    target: str
-    options: ConvertOptions
-    request: UnitsRequest
-    sources: Sources
-
-
-def _read_and_transform(asked: _Asked) -> tuple[Draft, Decision]:
-    """Read SRC, decide what is written, and transform what was read into it."""
-    opened = _read_what_is_taken(asked)
-    require_matches(asked.options.ignore_file, opened.checkpoint)
-    return _transform(opened, asked)
-
-
-def _read_what_is_taken(asked: _Asked) -> _Opened:
-    """SRC, with everything located that options take of it: other items of a DCP directory are not opened."""
-    options = asked.options
-    takes_all = options.only is None and not options.include and not options.exclude
-    if takes_all or options.map:  # a map compares numbers of several parameters
-        return _read(asked, Locate.ALL)
-    outline = _read(asked, Locate.NOTHING)
-    if all(map(is_located, outline.checkpoint.leaves())):  # in no DCP directory
-        return outline
-    # The metadata is parsed once: what follows takes it from ``sources`` and opens items.
-    return _read(asked, _what_to_locate(outline, asked))
-
-
-def _what_to_locate(outline: _Opened, asked: _Asked) -> Locate:
-    """The items of a DCP directory that hold what options take: those of the tensors that are left when its
-    metadata alone is transformed. All if flat parameters or master weights have to be proved by their bytes.
-
-    Raises UsageError for a glob that matches nothing: items have no other names.
-    """
-    checkpoint = outline.checkpoint
-    if checkpoint.origin.has_masters or is_flattened(checkpoint, asked.sources, asked.request):
-        return Locate.ALL
-    try:
-        draft, _ = _transform(outline, asked)
-    except NoKeyMatchesError:
-        raise
-    except FsdpckptError:  # the items may show otherwise; if not, the error lists what is wrong with all of them
-        return Locate.ALL
-    taken = [*draft.checkpoint.leaves(), *draft.side_files.values()]
-    return Locate.only(items_of(taken))
-
-
-def _transform(opened: _Opened, asked: _Asked) -> tuple[Draft, Decision]:
-    decision = decide(asked.target, asked.options, opened.checkpoint, asked.sources)
-    begun = begin(opened.checkpoint, decision, asked.sources, request=opened.request, places=opened.places)
-    return transform(begun, decision), decision
-
-
-class _Opened(NamedTuple):
-    """SRC as it was read. Where ``--only`` names one of several sections, the section alone."""
-
-    checkpoint: Checkpoint
-    places: tuple[str, ...]  # the keys of that section, and of its model
-    request: UnitsRequest  # what the options about units say of it
-
-
-def _read(asked: _Asked, locate: Locate) -> _Opened:
-    options, sources = asked.options, asked.sources
-    whole = open_checkpoint(
-        asked.source,
-        sources=sources,
-        locate=locate,
-        only=section_of(options.only),
-        units=load_units(options.units, sources) if options.units is not None else None,
-        ignore_file=options.ignore_file,
-    )
-    if section_of(options.only) is not Section.OPTIM:
-        require_rounded(whole, sources)
-    # The copies have been compared with the masters, and are not written.
-    distinct = without_repeats(replace(whole, copies={}), sources)
-    section = named_section(distinct, options.only)
-    chosen = choose_section(distinct, options.only)
-    checkpoint = _with_told_masters(chosen, of_one_section(options), asked.request, sources)
-    request = replace(asked.request, sections=labels_of(distinct, section))
-    if section is not None:
-        request = with_parameters_of_section(request, distinct, section)
-    return _Opened(checkpoint, places_of(distinct, section), request)
-
-
-def _with_told_masters(
-    checkpoint: Checkpoint, options: ConvertOptions, request: UnitsRequest, sources: Sources
-) -> Checkpoint:
-    """``checkpoint`` with the float32 weights that only ``options`` tie to parameters: a reader of the target, which
-    has the names, would tie them. ``request``: what they say about units.
-    """
-    if options.only is Section.OPTIM or not given(options, Scope.KNOWLEDGE) or not has_untied_masters(checkpoint):
-        return checkpoint
-    named = Knowledge(request, sources).find_named(checkpoint)
-    # Rekeying for the target asks again, and says what is missing.
-    return checkpoint if isinstance(named, FsdpckptError) else with_masters(named, sources)

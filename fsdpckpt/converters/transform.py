@@ -16,7 +16,7 @@ from fsdpckpt.converters.steps.copies import take_equal_copies
 from fsdpckpt.converters.steps.draft import Draft, Step, TransformedCheckpoint
 from fsdpckpt.converters.steps.export import export
 from fsdpckpt.converters.steps.fill import fill_states
-from fsdpckpt.converters.steps.keys import key_optimizer, name_optimizer
+from fsdpckpt.converters.steps.keys import find_named_optimizer, key_optimizer, name_optimizer
 from fsdpckpt.converters.steps.knowledge import Knowledge
 from fsdpckpt.converters.steps.numbers import number_sections
 from fsdpckpt.converters.steps.optimizer import group_parameters, unwrap_quantized
@@ -33,6 +33,7 @@ from fsdpckpt.converters.steps.unflatten import unflatten
 from fsdpckpt.converters.steps.unused import find_unused
 from fsdpckpt.converters.steps.wrap import require_something, require_whole_units, wrap
 from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.flat.units.from_options import units_request
 from fsdpckpt.flat.units.request import UnitsRequest
 from fsdpckpt.ir import Layout
@@ -154,6 +155,31 @@ def transform(begun: Draft, decision: Decision) -> Draft:
     UsageError.
     """
     return take(STEPS, begun, decision)
+
+
+def find_selection(begun: Draft, decision: Decision) -> Draft | FsdpckptError:
+    """``begun`` with what ``transform`` takes of it: the sections, and the keys in them that options select. Names
+    decide that; no tensor is located, compared or changed.
+
+    Globs select among the names of optimizer states: if nothing proves which parameter each id is, the error that says
+    what would. Raises UsageError for a glob that matches nothing, and if nothing is left.
+    """
+    unnamed: list[FsdpckptError] = []
+
+    def select_named(draft: Draft, decision: Decision) -> Draft:
+        if not decision.options.include and not decision.options.exclude:
+            return draft
+        named = find_named_optimizer(draft)
+        if isinstance(named, FsdpckptError):
+            unnamed.append(named)
+            return draft
+        return select_keys(named, decision)
+
+    def select_in_sections(draft: Draft, decision: Decision) -> Draft:
+        return each_section(draft, decision, (keep_section, unwrap_quantized, remove_prefixes, select_named))
+
+    selected = take((double_schedule, adapt, select_in_sections), begun, decision)
+    return unnamed[0] if unnamed else selected
 
 
 def transform_to_load(

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
-from fsdpckpt.converters import prepare
-from fsdpckpt.errors import SourceCorruptError, UsageError
+from fsdpckpt.converters import read_source
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, UsageError
 from fsdpckpt.formats.dcp.items import ItemReader
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
@@ -76,7 +76,7 @@ def test_only_the_items_of_what_is_taken_are_opened(
     found = converted(source, tmp_path / "a", to="sharded", world_size=3, **options)
     assert sum(opened) == cut * RANKS + whole
     opened.clear()
-    monkeypatch.setattr(prepare, "_what_to_locate", lambda *_: Locate.ALL)
+    monkeypatch.setattr(read_source, "items_to_open", lambda *_: Locate.ALL)
     assert converted(source, tmp_path / "b", to="sharded", world_size=3, **options) == found
     assert sum(opened) == 2 * TENSORS * RANKS + TENSORS
 
@@ -119,6 +119,10 @@ def test_rows_that_the_metadata_get_wrong_are_those_of_the_items(tmp_path: Path)
     fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "a.pt"), to="full", include=("a*",), only="model")
     found = torch.load(tmp_path / "a.pt", weights_only=True)
     assert {name: value.tolist() for name, value in found.items()} == {"a.weight": weights["a"].tolist()}
+    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "b"), to="sharded", include=("a*",), only="model")
+    fsdpckpt.convert(str(tmp_path / "b"), str(tmp_path / "b.pt"), to="full")
+    again = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert [value.tolist() for value in again.get("model", again).values()] == [weights["a"].tolist()]
 
 
 @pytest.mark.parametrize("take", [{"only": "model"}, {"include": ("w5*",)}])
@@ -171,3 +175,22 @@ def test_a_tensor_is_chosen_by_any_of_its_items() -> None:
     others = [(file[:1], item[:1]), (file[:0], item[:0])]
     assert have_items([others[0], (file, item), others[1]], items) == [False, True, False]
     assert have_items([*others, (file, item)], items_of([])) == [False, False, False]
+
+
+def test_where_the_metadata_does_not_name_ids_all_items_are_opened_and_the_error_says_what_they_show(
+    tmp_path: Path, opened: list[int]
+) -> None:
+    tied = torch.randn(6, 3)
+    model = {"first.weight": tied, "middle.weight": torch.randn(6, 3), "last.weight": tied.clone()}
+    states = [{"exp_avg": torch.randn(6, 3)} for _ in range(2)]
+    for saved, keys in (("by-id", [0, 1]), ("by-name", list(model)[:2])):
+        optim = {"state": dict(zip(keys, states, strict=True)), "param_groups": [{"lr": 0.5, "params": keys}]}
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / saved, no_dist=True)
+    with pytest.raises(NeedsInformationError, match="same values"):
+        fsdpckpt.convert(tmp_path / "by-id", tmp_path / "a.pt", to="full", include=("middle*",))
+    assert sum(opened) == 5
+    opened.clear()
+    fsdpckpt.convert(tmp_path / "by-name", tmp_path / "b.pt", to="full", include=("middle*",))
+    found = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["state"]
+    assert identical(found["middle.weight"]["exp_avg"], states[1]["exp_avg"])
+    assert sum(opened) == 2

@@ -7,7 +7,7 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
 from fsdpckpt.errors import SourceMissingError
 from fsdpckpt.ir import Section, section_of
-from fsdpckpt.ir.checkpoint import Checkpoint, Note
+from fsdpckpt.ir.checkpoint import Checkpoint, Note, Problem
 from fsdpckpt.ir.fatal import fatal
 from fsdpckpt.ir.invariants import state_completeness
 from fsdpckpt.storage.sources import Sources
@@ -34,13 +34,17 @@ def require_sound(draft: Draft, decision: Decision) -> Draft:
 
     A state that is only odd is carried as it is, with a warning.
     """
-    only = section_of(decision.options.only)
-    sections = {None, only} if only is not None else {None, *Section}
     checkpoint = draft.checkpoint
-    problems = [problem for problem in checkpoint.problems if problem.fatal and problem.section in sections]
+    problems = fatal_problems(checkpoint, section_of(decision.options.only))
     if problems:
         raise fatal(problems, source=checkpoint.source)
     return draft.with_checkpoint(_with_odd_states(checkpoint))
+
+
+def fatal_problems(checkpoint: Checkpoint, only: Section | None) -> list[Problem]:
+    """Those of the section that is requested, present or not; None requests both."""
+    sections = {None, only} if only is not None else {None, *Section}
+    return [problem for problem in checkpoint.problems if problem.fatal and problem.section in sections]
 
 
 def _with_odd_states(checkpoint: Checkpoint) -> Checkpoint:

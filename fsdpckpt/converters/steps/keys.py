@@ -7,7 +7,7 @@ from dataclasses import replace
 from fsdpckpt import flags
 from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import FsdpckptError, NeedsInformationError
 from fsdpckpt.ir import IdRule, Layout
 from fsdpckpt.ir.checkpoint import Checkpoint, KeyType
 from fsdpckpt.ir.units import Units
@@ -20,6 +20,17 @@ def name_optimizer(draft: Draft, decision: Decision) -> Draft:
     """Key the optimizer by name if anything that follows goes by names; else, early, as asked for."""
     by_name = decision.layout is Layout.FLATTENED or needs_names(draft, decision)
     return _keyed(draft, decision, "name" if by_name else decision.options.key_type)
+
+
+def find_named_optimizer(draft: Draft) -> Draft | FsdpckptError:
+    """``draft`` with its optimizer keyed by name; if nothing proves the names, the error that says what would."""
+    optim = draft.checkpoint.optim
+    if optim is None or optim.key_type != "id":
+        return draft
+    named = draft.knowledge.find_named_alone(_with_source_model(draft), draft.id_units)
+    if isinstance(named, FsdpckptError):
+        return named
+    return draft.with_checkpoint(replace(named, model=draft.checkpoint.model))
 
 
 def key_optimizer(draft: Draft, decision: Decision) -> Draft:
@@ -46,18 +57,21 @@ def needs_names(draft: Draft, decision: Decision) -> bool:
 
 def _keyed(draft: Draft, decision: Decision, key_type: KeyType | None) -> Draft:
     """Rekey the optimizer to ``key_type``; None keeps the keys. Ids are counted as the target counts them."""
-    checkpoint, source_model = draft.checkpoint, draft.opened.model
+    checkpoint = draft.checkpoint
     optim = checkpoint.optim
     source, target = _id_rules(draft, decision)
     if optim is None or key_type is None or optim.key_type in (None, key_type):
         group_by_group = source is IdRule.MODEL and target is IdRule.GROUPS
         return draft.with_checkpoint(recounted(checkpoint) if group_by_group else checkpoint)
-    if checkpoint.model is not None or source_model is None:
-        return draft.with_checkpoint(draft.knowledge.keyed(checkpoint, key_type, draft.id_units, target))
-    # The model is left out, and still says which parameter each id is.
-    with_model = replace(checkpoint, model=source_model)
-    keyed = draft.knowledge.keyed(with_model, key_type, draft.id_units, target)
-    return draft.with_checkpoint(replace(keyed, model=None))
+    keyed = draft.knowledge.keyed(_with_source_model(draft), key_type, draft.id_units, target)
+    return draft.with_checkpoint(replace(keyed, model=checkpoint.model))
+
+
+def _with_source_model(draft: Draft) -> Checkpoint:
+    """The checkpoint of ``draft``. A model that is left out still says which parameter each id is."""
+    checkpoint, source_model = draft.checkpoint, draft.opened.model
+    left_out = checkpoint.model is None and source_model is not None
+    return replace(checkpoint, model=source_model) if left_out else checkpoint
 
 
 def _id_rules(draft: Draft, decision: Decision) -> tuple[IdRule, IdRule]:

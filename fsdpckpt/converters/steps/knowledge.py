@@ -98,7 +98,7 @@ class Knowledge:
             own = self
             if checkpoint.named:
                 own = self.of(request_of_section(self.request, checkpoint, section, self.sources))
-            answer = own._find_named_alone(view)
+            answer = own.find_named_alone(view, own.units)
             if isinstance(answer, FsdpckptError):
                 unnamed.append(answer)
                 return view
@@ -107,8 +107,8 @@ class Knowledge:
         named = with_each_optimizer(checkpoint, found)
         return unnamed[0] if unnamed else named
 
-    def _find_named_alone(self, view: Checkpoint) -> Checkpoint | FsdpckptError:
-        """``find_named`` for a checkpoint with one optimizer."""
+    def find_named_alone(self, view: Checkpoint, units: Units | None) -> Checkpoint | FsdpckptError:
+        """``find_named`` for a checkpoint with one optimizer. ``units``: those that map its ids to parameters."""
         if isinstance(self.opened_reference, FsdpckptError):
             return self.opened_reference
-        return find_named(view, self.given_names(self.units))
+        return find_named(view, self.given_names(units))
