@@ -107,17 +107,6 @@ def test_tensors_that_are_cut_alike_share_their_boxes_afterwards() -> None:
         assert np.array_equal(second.chunks.offset, first.chunks.offset + 400)
 
 
-def test_rotary_halves_are_what_views_and_transposes_give() -> None:
-    chance, rearranger = random.Random(7), Rearranger()
-    sizes = {"two": Size("2"), "d": Size("head / 2")}
-    for text, view in (("(h d two) i -> (h two d) i", (3, 4, 2, 5)), ("(h two d) i -> (h d two) i", (3, 2, 4, 5))):
-        tensor, data = stored([24, 5], chance)
-        made = rearrange(text, sizes).run({(None, None): tensor}, rearranger, {"head": 8})[None, None]
-        assert identical(values(made), data.view(view).transpose(1, 2).reshape(24, 5))
-        back = rearrange(text, sizes).inverse().run({(None, None): made}, rearranger, {"head": 8})[None, None]
-        assert identical(values(back), data)
-
-
 def test_offsets_that_are_not_known_yet_stay_so() -> None:
     tensor = Tensor(DTYPES["int32"], (4, 4), Chunks.whole(file=0, offset=-1, shape=(4, 4)))
     assert Rearranger().apply(tensor, Narrow(0, 2, 2)).chunks.offset.tolist() == [-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import fsdpckpt
-from fsdpckpt.errors import NeedsInformationError, SourceIncompleteError, SourceUnsupportedError, UsageError
+from fsdpckpt.errors import NeedsInformationError, UsageError
 from tests.maps import experts
 from tests.maps.experts import State
 from tests.oracle.compare import identical, require_identical
 from tests.oracle.fake import rank_file
 from tests.oracle.fake_group import as_rank, rows
+from tests.refusals import Refused
 
 
 def convert(tmp_path: Path, source: str, target: str, **options: Any) -> Path:
@@ -117,67 +119,38 @@ def test_the_record_says_which_map_made_it(tmp_path: Path, saved: State) -> None
     assert [rule["applied"] for rule in recorded["rules"]] == [2, 2, 1]
 
 
-def edited(tmp_path: Path, saved: State, change: Any) -> None:
-    change(saved)
-    torch.save(saved, tmp_path / "apart.pt")
-
-
 EXPERT = "blocks.1.experts.2.down.weight"
+MOVED = "cannot be moved with its parameter"
+Change = Callable[[State], object]
 
 
-def test_members_of_different_steps_are_refused_by_name(tmp_path: Path, saved: State) -> None:
-    edited(tmp_path, saved, lambda state: state["optimizer"]["state"][EXPERT].update(step=torch.tensor(9.0)))
-    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert error.value.key == f"{EXPERT}.step" and "blocks.1.experts.0.down.weight" in str(error.value.why)
+def of_every_entry(change: Callable[[str, State], object]) -> Change:
+    """Of the states of every parameter."""
+
+    def changed(state: State) -> None:
+        for name, entry in state["optimizer"]["state"].items():
+            change(name, entry)
+
+    return changed
 
 
-def test_members_of_different_groups_are_refused_by_name(tmp_path: Path, saved: State) -> None:
-    def change(state: State) -> None:
-        first, second = state["optimizer"]["param_groups"]
-        first["params"].remove(EXPERT)
-        second["params"].append(EXPERT)
-
-    edited(tmp_path, saved, change)
-    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert error.value.key == EXPERT and "param group 0" in str(error.value.why)
+def in_another_group(state: State) -> None:
+    first, second = state["optimizer"]["param_groups"]
+    first["params"].remove(EXPERT)
+    second["params"].append(EXPERT)
 
 
-def test_members_that_are_not_trained_are_refused_by_name(tmp_path: Path, saved: State) -> None:
-    def change(state: State) -> None:
-        state["optimizer"]["param_groups"][0]["params"].remove(EXPERT)
-        del state["optimizer"]["state"][EXPERT]
-
-    edited(tmp_path, saved, change)
-    with pytest.raises(SourceUnsupportedError) as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert f"does not train {EXPERT}" in str(error.value.why)
+def not_trained(state: State) -> None:
+    state["optimizer"]["param_groups"][0]["params"].remove(EXPERT)
+    del state["optimizer"]["state"][EXPERT]
 
 
-@pytest.mark.parametrize("state", ["exp_avg_sq_row", "preconditioner", "exp_avg"])
-def test_states_that_do_not_have_the_elements_of_their_parameter_are_refused_by_name(
-    tmp_path: Path, saved: State, state: str
-) -> None:
-    def change(saved: State) -> None:
-        for entry in saved["optimizer"]["state"].values():
-            entry[state] = {
-                "exp_avg_sq_row": torch.ones(2),
-                "preconditioner": [torch.ones(2, 2)],
-                "exp_avg": torch.tensor(0.5),
-            }[state]
-
-    edited(tmp_path, saved, change)
-    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert str(error.value.key).endswith(f".{state}") and "--only model" in error.value.text
-    convert(tmp_path, "apart.pt", "fused.pt", only="model")
+def weights_alone(change: Change) -> Change:
+    return lambda state: (state.pop("optimizer"), change(state["model"]))
 
 
-def test_lbfgs_whose_vectors_join_all_parameters_is_refused_unless_the_map_only_renames(
-    tmp_path: Path, saved: State
-) -> None:
-    """It has them as states of the first parameter, which no rule rearranges."""
+def lbfgs(saved: State) -> None:
+    """It has its vectors, which join all parameters, as states of the first one, which no rule rearranges."""
     params = {name: torch.nn.Parameter(value) for name, value in saved["model"].items()}
     optimizer = torch.optim.LBFGS(params.values(), max_iter=3)
 
@@ -190,88 +163,98 @@ def test_lbfgs_whose_vectors_join_all_parameters_is_refused_unless_the_map_only_
     optimizer.step(closure)
     (states,) = optimizer.state_dict()["state"].values()
     groups = [{"params": list(params)}]
-    state = {"model": saved["model"], "optimizer": {"state": {next(iter(params)): states}, "param_groups": groups}}
-    torch.save(state, tmp_path / "apart.pt")
-    with pytest.raises(SourceUnsupportedError, match="cannot be moved with its parameter") as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert str(error.value.key).startswith(next(iter(params))) and "of all parameters" in str(error.value.why)
-    convert(tmp_path, "apart.pt", "fused.pt", only="model")
+    saved["optimizer"] = {"state": {next(iter(params)): states}, "param_groups": groups}
+
+
+def unlike_its_parameter(state: str, value: Any) -> tuple[Change, Refused, str | None]:
+    return (
+        of_every_entry(lambda _, entry: entry.update({state: value})),
+        Refused(3, [MOVED, "--only model"]),
+        f".{state}",
+    )
+
+
+SQUARE = "head.weight"
+REFUSED: dict[str, tuple[Change, Refused, str | None]] = {
+    "members of different steps": (
+        lambda state: state["optimizer"]["state"][EXPERT].update(step=torch.tensor(9.0)),
+        Refused(3, [MOVED, "blocks.1.experts.0.down.weight"]), f"{EXPERT}.step"),
+    "members of different groups": (in_another_group, Refused(3, [MOVED, "param group 0"]), EXPERT),
+    "members that are not trained": (not_trained, Refused(3, f"does not train {EXPERT}"), None),
+    "rows of a factor": unlike_its_parameter("exp_avg_sq_row", torch.ones(2)),
+    "a list of tensors": unlike_its_parameter("preconditioner", [torch.ones(2, 2)]),
+    "a number for a moment": unlike_its_parameter("exp_avg", torch.tensor(0.5)),
+    "a factor, of which some have one element": (
+        of_every_entry(lambda name, entry: entry.update(factor=torch.ones(1 if "expert" in name else 3))),
+        Refused(3), ".factor"),
+    "vectors of all parameters": (lbfgs, Refused(3, [MOVED, "of all parameters"]), None),
+    # The same name elsewhere in another shape: for a square matrix, equal shapes would be a coincidence.
+    "an unknown state that shapes do not prove": (
+        lambda state: (of_every_entry(lambda name, entry: entry.update(novel=state["model"][name] * 3))(state),
+                       state["optimizer"]["state"][SQUARE].update(novel=torch.ones(6, 6))), Refused(3), ".novel"),
+    "an expert that is missing": (
+        weights_alone(lambda model: model.pop(EXPERT.replace("2", "1"))),
+        Refused(3, details=["blocks.1.experts.1.down.weight is missing"]), None),
+    "an expert that only one layer lacks, though no number is left out": (
+        weights_alone(lambda model: [model.pop(name) for name in [*model] if name.startswith("blocks.1.experts.2.")]),
+        Refused(3, "blocks.1.experts.2.gate.weight is missing"), None),
+    "another shape": (
+        weights_alone(lambda model: model.update({EXPERT: torch.ones(6, 7)})),
+        Refused(3, f"{EXPERT} does not fit"), None),
+    "another dtype": (
+        weights_alone(lambda model: model.update({EXPERT: torch.ones(6, 5, dtype=torch.bfloat16)})),
+        Refused(3, ["several dtypes", f"{EXPERT} is bfloat16"]), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_members_that_make_no_tensor_with_the_others_are_refused_by_name(
+    name: str, saved: State, tmp_path: Path
+) -> None:
+    change, refused, key = REFUSED[name]
+    change(saved)
+    torch.save(saved, tmp_path / "apart.pt")
+    error = refused.by(lambda: convert(tmp_path, "apart.pt", "fused.pt"))
+    assert key is None or str(error.key).endswith(key)
+    if key is not None or name == "vectors of all parameters":
+        convert(tmp_path, "apart.pt", "fused.pt", only="model")
+
+
+def test_a_layer_that_is_not_there_at_all_is_no_layer(saved: State, tmp_path: Path) -> None:
+    torch.save({"model": {name: one for name, one in saved["model"].items() if "blocks.1" not in name}},
+               tmp_path / "one.pt")  # fmt: skip
+    made = torch.load(convert(tmp_path, "one.pt", "made.pt"))["model"]
+    assert made["blocks.0.down"].shape[0] == experts.EXPERTS
+
+
+def test_states_that_join_all_parameters_are_kept_where_a_map_only_renames(tmp_path: Path, saved: State) -> None:
+    lbfgs(saved)
+    torch.save(saved, tmp_path / "apart.pt")
+    (states,) = saved["optimizer"]["state"].values()
     renames = tmp_path / "renames.toml"
     renames.write_text('format = 1\nrest = "keep"\n[[rule]]\nfrom = "blocks.{rest*}"\nto = "layers.{rest*}"\n')
     (found,) = torch.load(convert(tmp_path, "apart.pt", "renamed.pt", map=renames))["optimizer"]["state"].values()
     assert identical(found["prev_flat_grad"], states["prev_flat_grad"])
 
 
-def test_a_state_of_an_unknown_name_is_moved_only_if_shapes_prove_what_it_is(tmp_path: Path, saved: State) -> None:
-    def change(saved: State) -> None:
-        for name, entry in saved["optimizer"]["state"].items():
-            entry["novel"] = saved["model"][name] * 3
-
-    edited(tmp_path, saved, change)
+def test_states_of_unknown_names_numbers_of_any_form_and_averages_are_carried(tmp_path: Path, saved: State) -> None:
+    """A state of an unknown name is moved as its shapes prove. Each parameter has a number of its own."""
+    for name, entry in saved["optimizer"]["state"].items():
+        entry.update(step=torch.tensor([5.0]), calls=7, momentum_buffer=None, novel=saved["model"][name] * 3)
+    average = {name: value + 1 for name, value in saved["model"].items()}
+    torch.save({**saved, "ema": average}, tmp_path / "apart.pt")
     made = torch.load(convert(tmp_path, "apart.pt", "fused.pt"))
-    require_identical(
-        states(made, "novel"), {name: value * 3 for name, value in experts.written_out(saved["model"]).items()}
-    )
-    # The same name elsewhere in another shape: for a square matrix, equal shapes would be a coincidence.
-    edited(tmp_path, saved, lambda state: state["optimizer"]["state"]["head.weight"].update(novel=torch.ones(6, 6)))
-    with pytest.raises(SourceUnsupportedError) as error:
-        convert(tmp_path, "apart.pt", "again.pt")
-    assert str(error.value.key).endswith(".novel")
-
-
-def test_numbers_of_any_form_are_carried_and_each_parameter_has_its_own(tmp_path: Path, saved: State) -> None:
-    def change(saved: State) -> None:
-        for entry in saved["optimizer"]["state"].values():
-            entry.update(step=torch.tensor([5.0]), calls=7, momentum_buffer=None)
-
-    edited(tmp_path, saved, change)
-    convert(tmp_path, "apart.pt", "fused.pt")
+    novel = {name: value * 3 for name, value in experts.written_out(saved["model"]).items()}
+    require_identical(states(made, "novel"), novel)
+    require_identical(made["model"], experts.written_out(saved["model"]))
+    require_identical(made["ema"], experts.written_out(average))
     back = torch.load(convert(tmp_path, "fused.pt", "back.pt", inverse=True))["optimizer"]["state"]
     assert all((entry["calls"], entry["momentum_buffer"]) == (7, None) for entry in back.values())
     assert all(identical(entry["step"], torch.tensor([5.0])) for entry in back.values())
     back["embed.weight"]["step"] += 1  # as an optimizer does
     back["blocks.0.experts.0.gate.weight"]["step"] += 1
-    assert (
-        back["blocks.0.experts.1.gate.weight"]["step"].item()
-        == back["blocks.0.experts.0.up.weight"]["step"].item()
-        == 5
-    )
-
-
-def test_a_factor_of_one_element_is_no_number(tmp_path: Path, saved: State) -> None:
-    def change(saved: State) -> None:
-        for name, entry in saved["optimizer"]["state"].items():
-            entry["factor"] = torch.ones(1 if "expert" in name else 3)
-
-    edited(tmp_path, saved, change)
-    with pytest.raises(SourceUnsupportedError) as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert str(error.value.key).endswith(".factor")
-
-
-def test_averages_of_the_weights_are_mapped_like_the_weights(tmp_path: Path, saved: State) -> None:
-    average = {name: value + 1 for name, value in saved["model"].items()}
-    torch.save({**saved, "ema": average}, tmp_path / "average.pt")
-    made = torch.load(convert(tmp_path, "average.pt", "fused.pt"))
-    require_identical(made["model"], experts.written_out(saved["model"]))
-    require_identical(made["ema"], experts.written_out(average))
-
-
-def test_an_expert_that_is_missing_is_named(tmp_path: Path, saved: State) -> None:
-    edited(tmp_path, saved, lambda state: (state["model"].pop(EXPERT.replace("2", "1")), state.pop("optimizer")))
-    with pytest.raises(SourceIncompleteError) as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert error.value.details == ("blocks.1.experts.1.down.weight is missing",)
-
-
-def test_tensors_of_other_shapes_or_dtypes_are_refused_by_name(tmp_path: Path, saved: State) -> None:
-    edited(tmp_path, saved, lambda state: (state.pop("optimizer"), state["model"].update({EXPERT: torch.ones(6, 7)})))
-    with pytest.raises(SourceUnsupportedError, match=r"blocks\.1\.experts\.2\.down\.weight does not fit"):
-        convert(tmp_path, "apart.pt", "fused.pt")
-    edited(tmp_path, saved, lambda state: state["model"].update({EXPERT: torch.ones(6, 5, dtype=torch.bfloat16)}))
-    with pytest.raises(SourceUnsupportedError, match="several dtypes") as error:
-        convert(tmp_path, "apart.pt", "fused.pt")
-    assert f"{EXPERT} is bfloat16" in error.value.details
+    for other in ("experts.1.gate", "experts.0.up"):
+        assert back[f"blocks.0.{other}.weight"]["step"].item() == 5
 
 
 def test_a_map_of_the_other_direction_is_recognised(tmp_path: Path, saved: State) -> None:
@@ -288,17 +271,3 @@ def test_ids_are_not_made_for_a_model_whose_order_nothing_says(tmp_path: Path, s
         convert(tmp_path, "ids.pt", "fused.pt")
     by_name = convert(tmp_path, "ids.pt", "fused.pt", key_type="name")
     assert fsdpckpt.diff(by_name, convert(tmp_path, "apart.pt", "direct.pt")).same
-
-
-def test_an_expert_that_only_one_layer_lacks_is_named_though_no_number_is_left_out(
-    saved: State, tmp_path: Path
-) -> None:
-    last = f"blocks.1.experts.{experts.EXPERTS - 1}."
-    model = {name: value for name, value in saved["model"].items() if not name.startswith(last)}
-    torch.save({"model": model}, tmp_path / "fewer.pt")
-    with pytest.raises(SourceIncompleteError) as error:
-        fsdpckpt.convert(tmp_path / "fewer.pt", tmp_path / "x.pt", map=tmp_path / "experts.toml")
-    assert f"{last}down.weight is missing" in str(error.value) or f"{last}gate.weight is missing" in str(error.value)
-    torch.save({"model": {name: value for name, value in model.items() if "blocks.1" not in name}}, tmp_path / "one.pt")
-    fsdpckpt.convert(tmp_path / "one.pt", tmp_path / "y.pt", map=tmp_path / "experts.toml")
-    assert torch.load(tmp_path / "y.pt")["model"]["blocks.0.down"].shape[0] == experts.EXPERTS
