@@ -7,13 +7,18 @@ import pickle
 import random
 import struct
 import sys
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError
 from fsdpckpt.formats.pickle import load
-from fsdpckpt.formats.pickle.check import MAX_DEPTH, OpcodeWalk, check_pickle
+from fsdpckpt.formats.pickle.check import MAX_DEPTH, OpcodeWalk, check_expansion, check_pickle
+from fsdpckpt.formats.torch import read_archive
+from fsdpckpt.storage.local import MemoryFile
 from tests.fuzz.corpus import seeds
 from tests.fuzz.mutations import mutated
 from tests.hostile.opcodes import P2, P4, name, text, tuple_bomb
@@ -31,33 +36,30 @@ def refused(data: bytes) -> str:
     return str(error.value.found)
 
 
-@pytest.mark.parametrize("opcode", [b"g", b"p"])
-def test_a_memo_number_of_thousands_of_digits_is_damage(opcode: bytes) -> None:
-    assert refused(P2 + b"]" + opcode + b"1" * 5_000 + b"\n.") == repr(b"1" * 20)
-    assert refused(P2 + b"]" + opcode + b"0" * 5_000 + b"\n.") == repr(b"0" * 20)
+DEEP = P2 + b")" + b"\x85" * MAX_DEPTH
+DAMAGE = {
+    **{f"{short!r} without its values": (P2 + short + b"N.", "without one")
+       for short in (b"t", b"u", b"R", b"b", b"q\x00", b"\x94", b"0", b"2", b"s", b"a", b"Q", b"d", b"\x90")},
+    # of thousands of digits
+    **{f"{opcode!r} and a memo number of {digit!r}": (P2 + b"]" + opcode + digit * 5_000 + b"\n.", repr(digit * 20))
+       for opcode in (b"g", b"p") for digit in (b"0", b"1")},
+    "no opcode": (P2 + b"\xff.", "byte 0xff at 2"),
+    "tuples in tuples without a limit": (DEEP + b"\x85.", "deep"),
+    "a frame that ends after the pickle": (P4 + b"\x95\x03" + bytes(7) + b"N.", "byte 2"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "short", [b"t", b"u", b"R", b"b", b"q\x00", b"\x94", b"0", b"2", b"s", b"a", b"Q", b"d", b"\x90"]
-)
-def test_an_opcode_without_the_values_that_it_needs_is_damage(short: bytes) -> None:
-    assert "without one" in refused(P2 + short + b"N.")
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_no_unpickler_can_read_is_damage(name: str) -> None:
+    data, found = DAMAGE[name]
+    assert found in refused(data)
 
 
-def test_what_is_no_opcode_is_damage_and_buffers_are_values() -> None:
-    assert refused(P2 + b"\xff.") == "byte 0xff at 2"
-    check_pickle(P4 + b"\x97\x980N.", "it.pkl")
-
-
-def test_tuples_in_tuples_have_a_limit() -> None:
-    check_pickle(P2 + b")" + b"\x85" * MAX_DEPTH + b".", "it.pkl")
-    assert "deep" in refused(P2 + b")" + b"\x85" * (MAX_DEPTH + 1) + b".")
-
-
-def test_a_frame_that_ends_after_the_pickle_is_damage() -> None:
-    frame = b"\x95\x02" + bytes(7)
-    check_pickle(P4 + frame + b"N.", "it.pkl")
-    assert "byte 2" in refused(P4 + b"\x95\x03" + bytes(7) + b"N.")
+def test_what_is_just_not_damage_passes() -> None:
+    """Buffers are values; a shared tuple is that of a training script."""
+    shared = P2 + b"}q\x00(" + text("a") + b"K\x01K\x02\x86q\x01" + text("b") + b"h\x01" + b"h\x01K\x07u."
+    for data in (P4 + b"\x97\x980N.", DEEP + b".", P4 + b"\x95\x02" + bytes(7) + b"N.", shared):
+        check_pickle(data, "it.pkl")
 
 
 class PythonUnpickler(pickle._Unpickler):  # type: ignore[name-defined]  # the one of Python code: it shows its memo
@@ -107,12 +109,6 @@ def test_damage_is_refused_or_cheap() -> None:
         else:
             results[True] += 1
     assert min(results.values()) > 100
-
-
-def test_a_shared_tuple_of_a_training_script_is_read() -> None:
-    check_pickle(
-        P2 + b"}q\x00(" + text("a") + b"K\x01K\x02\x86q\x01" + text("b") + b"h\x01" + b"h\x01K\x07u.", "it.pkl"
-    )
 
 
 def long1(value: int) -> bytes:
@@ -205,3 +201,54 @@ def test_an_object_may_be_part_of_any_number_of_states() -> None:
     shared = name("torch.distributed._shard.sharding_spec", "ChunkShardingSpec") + b")\x81q\x010"
     tensor = name("torch.distributed._shard.sharded_tensor.api", "ShardedTensor") + b")\x81h\x01h\x01\x86b"
     check_pickle(P2 + shared + b"](" + tensor * 20_000 + b"e.", "it.pkl")
+
+
+# Back references that would keep every walk busy for ever
+
+
+def test_ten_of_ten_of_ten_and_a_dict_that_holds_itself_are_refused_at_once() -> None:
+    value: dict[str, object] = {"a": 1}
+    for _ in range(40):
+        value = {f"x{n}": value for n in range(10)}
+    itself = b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."
+    for pickled, words in ((pickle.dumps(value, 2), "never end"), (itself, "contains itself")):
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr("a/data.pkl", pickled)
+            archive.writestr("a/version", "3\n")
+        with pytest.raises(SourceCorruptError, match=words):
+            read_archive(MemoryFile(data.getvalue(), "it.pt"), 0)
+
+
+def test_a_chain_whose_links_were_all_seen_before_is_too_deep() -> None:
+    links: list[object] = [["end"]]
+    for _ in range(5000):
+        links.append([links[-1]])
+    with pytest.raises(SourceCorruptError, match="200 deep"):
+        check_expansion(links, "chain.pt")  # type: ignore[arg-type]
+
+
+def with_attribute(value: object) -> object:
+    """PyTorch's ``_metadata`` is one of a state dict."""
+    found = OrderedDict(a=1)
+    found._metadata = value  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda value: [value], lambda value: {"a": value}, lambda value: {value: 1}, with_attribute],
+    ids=["list", "dict", "key", "attribute"],
+)
+def test_values_are_as_deep_as_what_is_deepest_in_them(around: Callable[[object], Any]) -> None:
+    value: tuple[object, ...] = ("end",)
+    for _ in range(MAX_DEPTH - 2):
+        value = (value,)
+    check_expansion(around(value), "deep.pt")
+    with pytest.raises(SourceCorruptError, match="200 deep"):
+        check_expansion(around((value,)), "deep.pt")
+
+
+def test_honest_sharing_and_large_lists_pass() -> None:
+    shared = {"betas": (0.9, 0.95), "params": list(range(100_000))}
+    check_expansion({"a": shared, "b": [shared] * 3, "indices": list(range(3_000_000))}, "honest.pt")  # type: ignore[dict-item]
