@@ -28,10 +28,12 @@ from fsdpckpt.ir.checkpoint import Checkpoint, Layout, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, whole
+from tests.ir.checkpoints import with_origin
 from tests.refusals import Refused
 
 BF16 = DTYPES["bfloat16"]
@@ -91,6 +93,7 @@ def full(params: Sequence[Parameter] = PARAMS, optim: Optimizer | None = None, *
 
 NAMES = tuple(param.name for param in PARAMS)
 UNITS, ORIG = units_of(), units_of(orig=True)
+UNWRAPPED = units_of_lists((), NAMES, use_orig_params=True, unmanaged=PARAMS)
 TURNED = [replace(one, shape=one.shape[::-1]) if one.name == "l.0.a.weight" else one for one in PARAMS[:-1]]
 OTHER_HEAD = [*PARAMS[:-1], named("h.weight", 6, 9)]
 FROZEN = checkpoint(
@@ -142,11 +145,16 @@ SOURCES: dict[str, SourceRow] = {
     "for a flattened target those beside the source are the source's": SourceRow(
         UNITS, BESIDE, units_of(prefixes=("",)), request={"use_orig_params": True}, target_flattened=True),
     "for a flattened target a given file serves a source with nothing beside it": SourceRow(
-        UNITS, raw(), UNITS, target_flattened=True),
+        UNITS, raw(), UNITS, target_flattened=True, how="units: from"),
     "the target's file serves the source under the settings that it proves": SourceRow(
         UNITS, raw(), ORIG, request={"use_orig_params": True}, target_flattened=True),
     "and for any other target it does not": SourceRow(
         Refused(3, "not those of"), raw(), ORIG, request={"use_orig_params": True}),
+    "several files beside the source": SourceRow(
+        Refused(4, "several different units files", ["a/units.json", "b/units.json"]),
+        with_origin(raw(), units_from="a/units.json, b/units.json")),
+    "a file of a model without units has its names": SourceRow(UNITS, raw(), UNWRAPPED, request=LAYERS_GLOB),
+    "and so has one beside the source": SourceRow(UNITS, raw(beside=UNWRAPPED), request=LAYERS_GLOB),
     "units recorded on another number of ranks": SourceRow(
         Refused(3, ["not those of", "8 ranks"]), raw(4, beside=replace(UNITS, world_size=8))),
     "a reference that contradicts the file": SourceRow(
@@ -205,7 +213,7 @@ def test_the_units_of_a_source(name: str, tmp_path: Path, sources: Sources) -> N
     request = asked(row, tmp_path)
 
     def found() -> ResolvedUnits:
-        return source_units(row.held, request, sources, target_flattened=row.target_flattened)
+        return source_units(row.held, request, sources, **({"target_flattened": True} if row.target_flattened else {}))
 
     if isinstance(row.found, Refused):
         row.found.by(found)
@@ -400,6 +408,12 @@ def test_the_units_of_a_target(name: str, tmp_path: Path, sources: Sources) -> N
     assert {field: getattr(units.units, field) for field in expected} == expected
     assert any(row.how in line for line in units.how)
     assert not row.quiet or not any(row.quiet in line for line in units.how)
+
+
+def test_units_of_whole_tensors_are_found_for_any_number_of_ranks(sources: Sources) -> None:
+    found = find_units(full(), UnitsRequest(**AS_FLAT), sources)
+    assert (found.units.units, found.units.world_size) == (UNITS.units, None)
+    assert found.how[0].startswith("units: ")
 
 
 def test_a_directory_or_nothing_where_the_units_file_should_be_is_said(tmp_path: Path, sources: Sources) -> None:
