@@ -29,11 +29,12 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.unit_lists import units_of_lists
-from fsdpckpt.ir.units import Strategy, Units
+from fsdpckpt.ir.units import RankOrder, Strategy, Units
 from fsdpckpt.ir.units_json import encode
 from fsdpckpt.storage.sources import Sources
 from tests.flat.flat_synthetic import checkpoint, local_model, named, optimizer, sharded_model, whole
 from tests.ir.checkpoints import with_origin
+from tests.ir.relisted import relisted
 from tests.refusals import Refused
 
 BF16 = DTYPES["bfloat16"]
@@ -269,6 +270,13 @@ def with_tie() -> Checkpoint:
     return replace(full(), model=ModelState({**params, "out.weight": params["e.weight"]}))
 
 
+def with_states_of_the_other_name() -> Checkpoint:
+    tied = with_tie()
+    assert tied.optim is not None
+    state = {"out.weight" if name == "e.weight" else name: entry for name, entry in tied.optim.state.items()}
+    return replace(tied, optim=Optimizer.of(state, [{"lr": 0.1, "params": list(state)}]))
+
+
 def assumed(strategy: Strategy) -> dict[str, Any]:
     return {"units": tuple(replace(unit, strategy=strategy) for unit in ONE_RANK.units)}
 
@@ -343,6 +351,20 @@ TARGETS: dict[str, TargetRow] = {
     "a second name of the same bytes": TargetRow(
         {"shared": (("out.weight", "e.weight"),)}, with_tie(), request=AS_FLAT),
 
+    "states under the second name": TargetRow(
+        {"parameters": NAMES, "groups": (NAMES,)}, with_states_of_the_other_name(),
+        file=relisted(ORIG, shared=(("out.weight", "e.weight"),))),
+    "a list that goes back to a module, where nothing says the model's order": TargetRow(
+        Refused(4, ["no model lists them like --parameters", "--reference PATH"]), SORTED,
+        request={**AS_ORIG, "parameters": (*NAMES[:2], NAMES[3], NAMES[2], *NAMES[4:])}),
+    "a file of a model without units has its names": TargetRow(
+        {"units": ORIG.units}, file=UNWRAPPED, request=AS_ORIG, how="given.json, wrapping from"),
+    "and its groups": TargetRow(
+        {"groups": (NAMES[::-1],)}, file=UNWRAPPED.with_groups((NAMES[::-1],)), request=AS_ORIG),
+    "and its groups of flat parameters": TargetRow(
+        {"groups": (("_flat_param", "l.0._flat_param", "l.1._flat_param"),)},
+        file=UNWRAPPED.with_groups((NAMES[::-1],)), request=AS_FLAT),
+
     # Groups
     "groups, so that ids can be read again": TargetRow(
         {"groups": tuple(map(tuple, BIASES))}, full(optim=by_name(groups=BIASES)), ORIG),
@@ -353,11 +375,16 @@ TARGETS: dict[str, TargetRow] = {
         Refused(3, ["divided", f"{NAMES[-1]} in no group"]), PARTLY, UNITS),
     "an original parameter in no group": TargetRow({"groups": (NAMES[:-1],)}, PARTLY, ORIG),
 
+    "optimizers in orders of the ranks that saved": TargetRow(
+        Refused(4, ["in different orders", "the orders of the 4 ranks"]), world_size=4,
+        source=relisted(ORIG, groups=(NAMES,), orders=(RankOrder((1,), (NAMES[::-1],)),), world_size=2)),
+
     # Sharding groups and strategies
     "hybrid-shard without a size": TargetRow(
         Refused(4, "--shard-size"), source=UNITS, request={"strategy": Strategy.HYBRID_SHARD}),
     "a size that does not divide the ranks": TargetRow(
-        Refused(2, "divide"), source=UNITS, request={"strategy": Strategy.HYBRID_SHARD, "shard_size": 3}),
+        Refused(2, ["divide", "--shard-size 2 or --shard-size 3 or --shard-size 6"], silent=["--shard-size 1"]),
+        source=UNITS, world_size=6, request={"strategy": Strategy.HYBRID_SHARD, "shard_size": 4}),
     "a size without hybrid-shard": TargetRow(Refused(2, "hybrid"), source=UNITS, request={"shard_size": 2}),
     "one sharding group, on as many ranks": TargetRow({"shard_size": None, "world_size": 4}, source=HYBRID),
     "one sharding group does not show those of more ranks": TargetRow(
