@@ -24,27 +24,9 @@ from tests.fuzz.layouts import files_of, is_torch
 from tests.readers.alike import Refusal, same_end
 
 __all__ = [
-    "autotp_checkpoint",
-    "checkpoint_with",
-    "dcp_checkpoint",
-    "experts_checkpoint",
-    "file_names",
-    "index_page",
-    "journal",
-    "manifest",
-    "rank_files",
-    "megatron_checkpoint",
-    "megatron_ranks",
-    "nanotron_checkpoint",
-    "opened",
-    "safetensors_document",
-    "safetensors_index",
-    "sharding_info",
-    "torch_checkpoint",
-    "torch_checkpointing_checkpoint",
-    "universal_checkpoint",
-    "zero_checkpoint",
-]
+    "checkpoint_with", "dcp_checkpoint", "file_names", "index_page", "journal", "manifest", "opened", "rank_files",
+    "safetensors_document", "safetensors_index", "sharding_info", "torch_checkpoint",
+]  # fmt: skip
 
 
 class _Files(Sources):
@@ -137,67 +119,6 @@ def rank_files(data: bytes) -> object:
 def dcp_checkpoint(data: bytes) -> object:
     """``data``: the metadata of a DCP directory."""
     return _opened("d", {**{f"d/{name}": content for name, content in _TINY_DCP.items()}, "d/.metadata": data})
-
-
-def megatron_checkpoint(data: bytes) -> object:
-    """``data``: the metadata of a ``torch_dist`` directory, or the pickle of what its ranks share."""
-    files = {f"d/{name}": content for name, content in files_of("megatron").items()}
-    of_common = b"state_dict_metadata" not in data
-    changed = {"d/common.pt": _archive({"it/data.pkl": data, **_DATA})} if of_common else {"d/.metadata": data}
-    return _opened("d", {**files, **changed})
-
-
-def zero_checkpoint(data: bytes) -> object:
-    """``data``: the pickle of the module's or the optimizer's file of a DeepSpeed ZeRO step."""
-    of_module = b"param_shapes" in data
-    return _with_pickle("zero", data, "mp_rank_00_model" if of_module else "zero_pp_rank_0_mp_rank_00_optim")
-
-
-def autotp_checkpoint(data: bytes) -> object:
-    """``data``: the pickle of a file of the second tensor-parallel rank of a DeepSpeed ZeRO step."""
-    of_module = b"param_shapes" in data
-    return _with_pickle("autotp", data, "mp_rank_01_model" if of_module else "zero_pp_rank_0_mp_rank_01_optim")
-
-
-def experts_checkpoint(data: bytes) -> object:
-    """``data``: the pickle of a file of a DeepSpeed ZeRO step with experts."""
-    of_states = "zero_pp_rank_1" if b"optimizer_state_dict" in data else "layer_0_expert_1"
-    return _with_pickle("experts", data, "mp_rank_00_model" if b"param_shapes" in data else of_states)
-
-
-def megatron_ranks(data: bytes) -> object:
-    """``data``: the pickle of the file of the second tensor-parallel rank that Megatron-LM saved."""
-    return _with_pickle("megatron-torch", data, "iter_0000003/mp_rank_01")
-
-
-def universal_checkpoint(data: bytes) -> object:
-    """``data``: the pickle of a file of a DeepSpeed universal checkpoint."""
-    of_states = "zero/optimizer_state" if b"param_groups" in data else "zero/w/fp32"
-    return _with_pickle("universal", data, "mp_rank_00_model_states" if b"param_shapes" in data else of_states)
-
-
-def _with_pickle(kind: str, data: bytes, name: str) -> Checkpoint:
-    files = {f"d/{each}": content for each, content in files_of(kind).items()}
-    changed = next(path for path in files if path.startswith(f"d/{name}"))
-    return _opened("d", {**files, changed: _archive({"it/data.pkl": data, **_DATA})})
-
-
-def nanotron_checkpoint(data: bytes) -> object:
-    """``data``: the header of one rank's weight, the counters, or the pickle of one rank's optimizer."""
-    files = {f"d/{name}": content for name, content in files_of("nanotron").items()}
-    if b"last_train_step" in data:
-        return _opened("d", {**files, "d/checkpoint_metadata.json": data})
-    if data.startswith(b"{"):
-        (path,) = (path for path in files if "_tp-rank-1-" in path)
-        return _opened("d", {**files, path: len(data).to_bytes(8, "little") + data + bytes(12)})
-    (path,) = (path for path in files if "_tp-1-" in path)
-    return _opened("d", {**files, path: _archive({"it/data.pkl": data, **_DATA})})
-
-
-def torch_checkpointing_checkpoint(data: bytes) -> object:
-    """``data``: ``metadata.pkl``."""
-    files = {f"d/{name}": content for name, content in files_of("torch_checkpointing").items()}
-    return _opened("d", {**files, "d/metadata.pkl": data})
 
 
 def opened(kind: str) -> Checkpoint:

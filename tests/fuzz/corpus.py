@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from tests.fuzz.layouts import CHANGED, TINY, WRITTEN, inputs_of, pickle_in
+from tests.fuzz.layouts import SAVED, TINY, WRITTEN, files_of, inputs_of, pickle_in
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 _MOST = 60_000  # bytes of a file worth mutating
@@ -121,17 +121,10 @@ def seeds(target: str) -> list[bytes]:
         "torch-checkpoint": lambda: iter(tiny("pickle")),
         "rank-files": lambda: iter(tiny("pickle")),
         "dcp-checkpoint": lambda: iter([*tiny("directory/.metadata"), *tiny("dcp-metadata")]),
-        "megatron-checkpoint": lambda: iter([*tiny("megatron/.metadata"), *map(pickle_in, tiny("megatron/common.pt"))]),
-        "zero-checkpoint": lambda: map(pickle_in, tiny("zero")),
-        "autotp-checkpoint": lambda: map(pickle_in, tiny("autotp")),
-        "experts-checkpoint": lambda: map(pickle_in, tiny("experts")),
-        "megatron-ranks": lambda: map(pickle_in, tiny("megatron-torch")),
-        "universal-checkpoint": lambda: map(pickle_in, tiny("universal")),
-        "nanotron-checkpoint": _nanotron,
-        "torch-checkpointing-checkpoint": lambda: iter(tiny("torch_checkpointing/metadata.pkl")),
         "values-json": lambda: (json.dumps(value).encode() for value in (_VALUES, _VALUES_2, _VALUES_3)),
         "written-checkpoint": partial(inputs_of, *WRITTEN),
-        **{f"{kind}-checkpoint": partial(inputs_of, kind) for kind in CHANGED},
+        **{f"{kind}-checkpoint": partial(inputs_of, kind) for kind in SAVED},
+        "torch_checkpointing-checkpoint": _torch_checkpointing,
     }[target]()
     return sorted({*tiny(target), *(data for data in made if len(data) <= _MOST)}, key=lambda data: (len(data), data))
 
@@ -173,11 +166,11 @@ def _plain_pickles() -> Iterator[bytes]:
         yield pickle.dumps(value, protocol)
 
 
-def _nanotron() -> Iterator[bytes]:
-    yield from tiny("nanotron/checkpoint_metadata.json")
-    yield from map(pickle_in, tiny("nanotron/optimizer"))
-    for file in tiny("nanotron/model/a"):
-        yield file[8 : 8 + int.from_bytes(file[:8], "little")]
+def _torch_checkpointing() -> Iterator[bytes]:
+    """With the metadata of its first version, too."""
+    yield from inputs_of("torch_checkpointing")
+    (first,) = tiny("torch-checkpointing-checkpoint/1.0")
+    yield bytes([0, sorted(files_of("torch_checkpointing")).index("metadata.pkl")]) + first
 
 
 def _items() -> Iterator[bytes]:

@@ -19,19 +19,7 @@ from fsdpckpt.producers.recognition import all_flavors
 
 TINY = Path(__file__).parent / "tiny.zip"
 
-__all__ = [
-    "BESIDE",
-    "CHANGED",
-    "SAVED",
-    "TINY",
-    "WRITTEN",
-    "contents",
-    "files_of",
-    "inputs_of",
-    "is_torch",
-    "pickle_in",
-    "put",
-]
+__all__ = ["BESIDE", "SAVED", "TINY", "WRITTEN", "contents", "files_of", "inputs_of", "is_torch", "pickle_in", "put"]
 
 SAVED = (
     "zero", "universal", "autotp", "experts", "plain-experts", "autoep", "autoep-zero3", "autoep-universal",
@@ -39,13 +27,6 @@ SAVED = (
     "torch_checkpointing",
 )  # fmt: skip
 """Kinds of checkpoints in ``TINY``."""
-
-CHANGED = tuple(
-    kind
-    for kind in SAVED
-    if kind.startswith(("autoep", "pipeline", "plain-", "megatron-")) and kind != "megatron-torch"
-)
-"""Those of which any file is changed by the target named for them."""
 
 WRITTEN = tuple(
     sorted(flavor.name for flavor in all_flavors() if flavor.forms and flavor.name != "deepspeed-universal")

@@ -21,7 +21,7 @@ from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.readers.safetensors import read_safetensors
 from fsdpckpt.storage.local import MemoryFile
 from tests.fuzz import checkpoints
-from tests.fuzz.layouts import CHANGED, WRITTEN
+from tests.fuzz.layouts import SAVED, WRITTEN
 from tests.opened_by import OpenedBy
 
 __all__ = ["TARGETS", "Target", "harmless"]
@@ -86,15 +86,7 @@ TARGETS: dict[str, Target] = {
     "torch-checkpoint": checkpoints.torch_checkpoint,
     "rank-files": checkpoints.rank_files,
     "dcp-checkpoint": checkpoints.dcp_checkpoint,
-    "megatron-checkpoint": checkpoints.megatron_checkpoint,
-    "zero-checkpoint": checkpoints.zero_checkpoint,
-    "autotp-checkpoint": checkpoints.autotp_checkpoint,
-    "experts-checkpoint": checkpoints.experts_checkpoint,
-    "megatron-ranks": checkpoints.megatron_ranks,
-    "universal-checkpoint": checkpoints.universal_checkpoint,
-    "nanotron-checkpoint": checkpoints.nanotron_checkpoint,
-    "torch-checkpointing-checkpoint": checkpoints.torch_checkpointing_checkpoint,
-    **{f"{kind}-checkpoint": checkpoints.checkpoint_with(kind) for kind in CHANGED},
+    **{f"{kind}-checkpoint": checkpoints.checkpoint_with(kind) for kind in SAVED},
     "written-checkpoint": checkpoints.checkpoint_with(*WRITTEN),
 }
 
