@@ -10,14 +10,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "differences",
-    "identical",
-    "optimizer_by_id",
-    "plain",
-    "require_identical",
-    "require_parts",
+    "differences", "identical", "optimizer_by_id", "optimizer_by_name", "plain", "require_identical", "require_parts",
     "settings_by_parameter",
-]
+]  # fmt: skip
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,6 +133,19 @@ def optimizer_by_id(named: Mapping[str, Any]) -> dict[str, Any]:
     ids = {name: number for number, name in enumerate(names)}
     groups = [{**group, "params": [ids[name] for name in group["params"]]} for group in named["param_groups"]]
     return {"state": {ids[name]: states for name, states in named["state"].items()}, "param_groups": groups}
+
+
+def optimizer_by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer of ``model.parameters()``, or of groups of them, keyed by name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    content = optimizer.state_dict()
+    of_id = {
+        key: names[parameter]
+        for group, live in zip(content["param_groups"], optimizer.param_groups, strict=True)
+        for key, parameter in zip(group["params"], live["params"], strict=True)
+    }
+    groups = [{**group, "params": [of_id[key] for key in group["params"]]} for group in content["param_groups"]]
+    return {"state": {of_id[key]: states for key, states in content["state"].items()}, "param_groups": groups}
 
 
 def settings_by_parameter(optimizer: Mapping[str, Any]) -> dict[str, Any]:

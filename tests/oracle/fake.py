@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.oracle.compare import differences, optimizer_by_id
+from tests.oracle.fake_group import as_rank
 from tests.oracle.process import quiet_worker
 from tests.oracle.toy import BUFFERS, seeded_model, shard2
 
@@ -76,13 +76,11 @@ def check_rank(job: dict[str, Any], rank: int) -> Iterator[str]:
 
 def check(job: dict[str, Any]) -> Iterator[str]:
     for rank in job["ranks"]:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job["world_size"])
-        try:
-            yield from check_rank(job, rank)
-        except Exception:  # noqa: BLE001 - reported as what is wrong with this rank
-            yield f"rank {rank}: {traceback.format_exc()}"
-        finally:
-            dist.destroy_process_group()
+        with as_rank(rank, job["world_size"]):
+            try:
+                yield from check_rank(job, rank)
+            except Exception:  # noqa: BLE001 - reported as what is wrong with this rank
+                yield f"rank {rank}: {traceback.format_exc()}"
 
 
 def main() -> None:

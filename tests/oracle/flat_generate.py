@@ -25,41 +25,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
 
 from fsdpckpt import save_units
 from tests.oracle.compare import differences, plain
 from tests.oracle.flat_scenarios import Scenario, variants
 from tests.oracle.flat_train import Run, flat_parameters, full, is_sharded, local, trained
+from tests.oracle.generate import Files
 from tests.oracle.process import quiet_worker
-from tests.oracle.toy import clean
+from tests.oracle.toy import clean, sharded1
 
 LIMIT = 170.0  # seconds for all scenarios of one world size
 
 
-class Place:
+class Place(Files):
     """The directory of one scenario and this rank's files in it."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def path(self, *parts: str) -> str:
-        path = os.path.join(self.directory, *parts)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
-
-    def file(self, form: str, section: str) -> str:
-        return self.path(form, f"{section}_world_size_{self.world}_rank_{self.rank}.pt")
-
-    def save(self, form: str, **sections: Any) -> None:
-        for section, content in sections.items():
-            torch.save(content, self.file(form, section))
 
     def copy(self, section: str, source: str, form: str) -> None:
         """``form`` has the same ``section`` as ``source``."""
-        shutil.copyfile(self.file(source, section), self.file(form, section))
+        shutil.copyfile(self.of_rank(source, section), self.of_rank(form, section))
 
 
 def layout(run: Run) -> list[dict[str, Any]]:
@@ -103,16 +86,16 @@ def make(place: Place, entry: Scenario, *, orig: bool) -> None:
     truth["model"]._metadata = gathered["model"]._metadata  # what ``Module.load_state_dict`` looks at
     states = optimizer.state_dict()
     weights = {} if entry.group is not None else {"model": local(model)}  # HYBRID_SHARD has no LOCAL form
-    place.save("flat", optim=states, **weights)
+    place.ranks("flat", optim=states, **weights)
     place.copy("optim", "flat", "raw")
     if entry.dcp and place.world == 3:
-        dcp.save(weights, checkpoint_id=place.path("dcp_local", "")[:-1])
+        place.dcp("dcp_local", weights)
     shards = {key: flat.detach().clone() for key, flat in flat_parameters(model).items()}
     torch.save(shards, place.path(f"shards_{place.rank}.pt"))
     with open(place.path(f"layout_{place.rank}.json"), "w") as file:
         json.dump(slices(run), file)
+    place.one_file("truth.pt", truth)
     if place.rank == 0:
-        torch.save(truth, place.path("truth.pt"))
         with open(place.path("layout.json"), "w") as file:
             about = {"units": layout(run), "ids": ids(run), "sharded": is_sharded(entry), "group": entry.group}
             json.dump(about, file)
@@ -130,16 +113,12 @@ def mix(place: Place, entry: Scenario, states: dict[str, Any], *, orig: bool) ->
     problems = differences(optimizer.state_dict(), states)
     if problems:
         raise AssertionError(f"training over a mesh gave other states: {problems[:5]}")
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
-    ):
-        weights = model.state_dict()
-        named = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    place.save("sharded", model=weights, optim=named)
+    weights, named = sharded1(model, optimizer)
+    place.ranks("sharded", model=weights, optim=named)
     extra = {"rng": {"cpu": torch.get_rng_state()}, "lr_scheduler": {"last_epoch": 2, "base_lrs": [0.01]}}
     place.copy("model", "sharded", "mix")
     place.copy("optim", "flat", "mix")
-    place.save("mix", extra_state=extra)
+    place.ranks("mix", extra_state=extra)
 
 
 def main() -> None:

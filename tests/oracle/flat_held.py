@@ -29,22 +29,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.api import load_with_process_group
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    LocalStateDictConfig,
-    StateDictType,
-)
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.oracle.compare import differences, plain
+from tests.oracle.fake_group import as_rank
 from tests.oracle.flat_generate import ids
 from tests.oracle.flat_scenarios import Scenario, scenario
-from tests.oracle.flat_train import Run, built, full, local, sharding_groups, started, step, wrap
+from tests.oracle.flat_train import Run, built, full, local, started, step, wrap
 from tests.oracle.jobs import by_rank
 from tests.oracle.process import quiet_worker
-from tests.oracle.toy import clean
+from tests.oracle.toy import as_fsdp1, clean, sharding_groups
 
 State = dict[str, Any]
 Job = dict[str, Any]
@@ -88,12 +82,7 @@ def states_held(entry: Scenario, truth: State, run: Run, *, orig: bool) -> State
         return moments_held(entry, truth, run, orig=orig)
     # FSDP takes states apart in place.
     given = copy.deepcopy(truth["optimizer"])
-    with FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
-    ):
+    with as_fsdp1(model, "full"):
         states = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, given)
     if dist.get_backend() == "fake" and dist.get_rank():
         return states  # one rank of a played world shows that PyTorch agrees with itself
@@ -159,9 +148,7 @@ def check_load(job: Job, rank: int, reference: Run, states: State) -> Iterator[s
     orig = job["orig"]
     reference[1].load_state_dict(states)
     model, optimizer = loaded = started(wrapped_as(job), orig=orig, seed=8)
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=False)
-    ):
+    with as_fsdp1(model, "local"):
         # With original parameters FSDP registers no flat parameter that would take its entry; each slice has its own.
         keys = model.load_state_dict(read(job, "model", rank), strict=not orig)
     yield from (f"not loaded: {key}" for key in keys.missing_keys)
@@ -199,11 +186,8 @@ def check(job: Job, rank: int, *, live: bool) -> Iterator[str]:
 
 def played(job: Job) -> Iterator[str]:
     for rank in job["ranks"]:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job["world_size"])
-        try:
+        with as_rank(rank, job["world_size"]):
             yield from (f"rank {rank}: {problem}" for problem in list(check(job, rank, live=False))[:20])
-        finally:
-            dist.destroy_process_group()
 
 
 def main() -> None:

@@ -9,16 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Convolutions",
-    "Nested",
-    "Perceptron",
-    "SameSized",
-    "Tiny",
-    "TiedTransformer",
-    "Unused",
-    "fill",
-]
+__all__ = ["Convolutions", "Nested", "Perceptron", "SameSized", "TiedTransformer", "Tiny", "Unused", "fill"]
 
 IN, WIDTH, HIDDEN = 5, 7, 11
 
@@ -74,15 +65,8 @@ class TiedTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 6)
-        self.transformer = nn.Transformer(
-            d_model=6,
-            nhead=2,
-            num_encoder_layers=2,
-            num_decoder_layers=1,
-            dim_feedforward=5,
-            dropout=0.0,
-            batch_first=True,
-        )
+        layers = {"num_encoder_layers": 2, "num_decoder_layers": 1, "dim_feedforward": 5}
+        self.transformer = nn.Transformer(6, 2, dropout=0.0, batch_first=True, **layers)
         self.output = nn.Linear(6, 13)
         self.output.weight = self.embed.weight
         self.register_buffer("vocabulary", torch.empty(13))

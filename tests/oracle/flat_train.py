@@ -9,34 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    LocalStateDictConfig,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
 from tests.oracle.flat_models import fill
 from tests.oracle.flat_scenarios import Scenario
+from tests.oracle.toy import as_fsdp1, full1, sharding_groups
 
 __all__ = [
-    "Run",
-    "built",
-    "flat_parameters",
-    "full",
-    "is_sharded",
-    "local",
-    "sharding_groups",
-    "started",
-    "step",
-    "trained",
-    "wrap",
-]
+    "Run", "built", "flat_parameters", "full", "is_sharded", "local", "started", "step", "trained", "wrap",
+]  # fmt: skip
 
 STEPS = 2
 Run = tuple[nn.Module, Optimizer]
@@ -49,14 +32,6 @@ def built(entry: Scenario, seed: int = 0) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(entry.frozen is None or not entry.frozen(name))
     return model
-
-
-def sharding_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The (sharding, replicating) groups of this rank; every rank must make all of them."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    shards = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    replicas = [dist.new_group(list(range(place, world, size))) for place in range(size)]
-    return shards[rank // size], replicas[rank % size]
 
 
 def _mesh(entry: Scenario) -> DeviceMesh:
@@ -75,13 +50,12 @@ def wrap(entry: Scenario, model: nn.Module, *, orig: bool, mesh: bool = False) -
         where["process_group"] = sharding_groups(entry.group)
     named = dict(model.named_parameters())
     chosen = {model.get_submodule(name) for name in entry.units if name}
+    precision = MixedPrecision(param_dtype=entry.param_dtype, reduce_dtype=torch.float32)
     options = {
         **where,
         "auto_wrap_policy": CustomPolicy(lambda module: module in chosen),
         "sharding_strategy": entry.strategy,
-        "mixed_precision": MixedPrecision(param_dtype=entry.param_dtype, reduce_dtype=torch.float32)
-        if entry.param_dtype
-        else None,
+        "mixed_precision": precision if entry.param_dtype else None,
         "ignored_states": [named[name] for name in entry.ignored] or None,
         "use_orig_params": orig,
         "device_id": torch.device("cpu"),
@@ -135,22 +109,13 @@ def trained(entry: Scenario, *, orig: bool, mesh: bool = False) -> Run:
 
 def full(run: Run) -> dict[str, Any]:
     """The full model and optimizer by name, on every rank, as FSDP1 gives them."""
-    model, optimizer = run
-    # offload_to_cpu=True on a CPU run segfaults for models and aliases exp_avg with exp_avg_sq for optimizers.
-    with FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
-    ):
-        return {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+    model, optimizer = full1(*run)
+    return {"model": model, "optimizer": optimizer}
 
 
 def local(model: nn.Module) -> dict[str, Any]:
     """This rank's ``LOCAL_STATE_DICT``."""
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=False)
-    ):
+    with as_fsdp1(model, "local"):
         return model.state_dict()
 
 

@@ -18,39 +18,32 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
 from tests.oracle.compare import optimizer_by_id, plain
 from tests.oracle.process import quiet_worker
-from tests.oracle.toy import Block, Frozen, Toy, adamw, seeded_model, shard1, shard2, step
+from tests.oracle.toy import adamw, full1, seeded_model, shard1, shard2, sharded1, sharding_groups, step
 
 STEPS = 3
 
 
-class Run:
-    """Where one world size's checkpoints go, and the ways to write them."""
+class Files:
+    """Where checkpoints go, and the ways to write them."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def path(self, *parts: str) -> str:
         path = os.path.join(self.directory, *parts)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
+
+    def of_rank(self, form: str, section: str) -> str:
+        return self.path(form, f"{section}_world_size_{self.world}_rank_{self.rank}.pt")
 
     def one_file(self, form: str, content: object) -> None:
         if self.rank == 0:
@@ -58,7 +51,7 @@ class Run:
 
     def ranks(self, form: str, **sections: object) -> None:
         for section, content in sections.items():
-            torch.save(content, self.path(form, f"{section}_world_size_{self.world}_rank_{self.rank}.pt"))
+            torch.save(content, self.of_rank(form, section))
 
     def dcp(self, form: str, content: dict[str, Any]) -> None:
         dcp.save(content, checkpoint_id=self.path(form, "")[:-1])
@@ -67,28 +60,7 @@ class Run:
         self.one_file(f"truth/{run}.pt", {"model": plain(model), "optimizer": plain(optimizer)})
 
 
-def full1(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    # offload_to_cpu=True on a CPU run segfaults for models and aliases exp_avg with exp_avg_sq for optimizers.
-    with FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
-    ):
-        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-
-def sharded1(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    with FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=False),
-        ShardedOptimStateDictConfig(offload_to_cpu=False),
-    ):
-        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-
-def fsdp1(run: Run, name: str, model: nn.Module) -> None:
+def fsdp1(run: Files, name: str, model: nn.Module) -> None:
     optimizer = adamw(model)
     for number in range(STEPS):
         step(model, optimizer, rank=run.rank, number=number)
@@ -106,14 +78,14 @@ def full2(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[
     return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
 
 
-def fsdp2(run: Run, name: str, model: nn.Module) -> None:
+def fsdp2(run: Files, name: str, model: nn.Module) -> None:
     optimizer = adamw(model)
     for number in range(STEPS):
         step(model, optimizer, rank=run.rank, number=number)
     save2(run, name, model, optimizer)
 
 
-def save2(run: Run, name: str, model: nn.Module, optimizer: Optimizer) -> None:
+def save2(run: Files, name: str, model: nn.Module, optimizer: Optimizer) -> None:
     full_weights, full_states = full2(model, optimizer)
     run.truth(name, full_weights, full_states)
     run.one_file(f"{name}_full.pt", {"model": full_weights, "optimizer": full_states, "epoch": 7})
@@ -147,7 +119,7 @@ def enrich(optimizer: Optimizer) -> None:
         states["calls"] = number
 
 
-def tensor_parallel(run: Run) -> None:
+def tensor_parallel(run: Files) -> None:
     """FSDP2 over ``dp`` of blocks sharded over ``tp``: up by rows (twice over dim 0), down by columns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = seeded_model()
@@ -170,12 +142,7 @@ def tensor_parallel(run: Run) -> None:
         reference_optimizer.step()
 
     weights, states = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    options = StateDictOptions(full_state_dict=True)
-    run.truth(
-        "tp",
-        get_model_state_dict(reference, options=options),
-        get_optimizer_state_dict(reference, reference_optimizer, options=options),
-    )
+    run.truth("tp", *full2(reference, reference_optimizer))
     run.ranks("tp_ranks", model=weights, optim=states)
     run.dcp("tp_dcp", {"model": weights, "optimizer": states})
 
@@ -194,54 +161,33 @@ def like(full: torch.Tensor, model: DTensor) -> DTensor:
             continue
         chunks = piece.chunk(size, place.dim)
         piece = chunks[coordinate] if coordinate < len(chunks) else piece.narrow(place.dim, 0, 0)
-    return DTensor.from_local(
-        piece.contiguous(),
-        model.device_mesh,
-        model.placements,
-        run_check=False,
-        shape=model.shape,
-        stride=model.stride(),
-    )
-
-
-def hybrid1() -> nn.Module:
-    """FSDP1 HYBRID_SHARD with process groups instead of a mesh, so that it saves ShardedTensor."""
-    rank = dist.get_rank()
-    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    groups = (shards[rank // 2], replicas[rank % 2])
-    return FullyShardedDataParallel(
-        seeded_model(),
-        process_group=groups,
-        auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}),
-        use_orig_params=True,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_id=torch.device("cpu"),
-    )
-
-
-def model() -> Toy:
-    return seeded_model()
+    shape, stride = model.shape, model.stride()
+    mesh, placements = model.device_mesh, model.placements
+    return DTensor.from_local(piece.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def main() -> None:
     directory = sys.argv[1]
     quiet_worker(limit=110)
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    run = Run(directory)
+    run = Files(directory)
     mesh = init_device_mesh("cpu", (run.world,))
     runs: dict[str, Callable[[], None]] = {
-        "f1": lambda: fsdp1(run, "f1", shard1(model())),
-        "f1_flat": lambda: fsdp1(run, "f1_flat", shard1(model(), use_orig_params=False)),
-        "f1_mesh": lambda: fsdp1(run, "f1_mesh", shard1(model(), mesh=mesh)),
-        "f2": lambda: fsdp2(run, "f2", shard2(model(), mesh)),
+        "f1": lambda: fsdp1(run, "f1", shard1(seeded_model())),
+        "f1_flat": lambda: fsdp1(run, "f1_flat", shard1(seeded_model(), use_orig_params=False)),
+        "f1_mesh": lambda: fsdp1(run, "f1_mesh", shard1(seeded_model(), device_mesh=mesh)),
+        "f2": lambda: fsdp2(run, "f2", shard2(seeded_model(), mesh)),
     }
     if run.world == 4:
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         hybrid = ShardingStrategy.HYBRID_SHARD
-        runs["h1_mesh"] = lambda: fsdp1(run, "h1_mesh", shard1(model(), mesh=grid, strategy=hybrid))
-        runs["h1"] = lambda: fsdp1(run, "h1", hybrid1())
-        runs["h2"] = lambda: fsdp2(run, "h2", shard2(model(), grid))
+        runs["h1_mesh"] = lambda: fsdp1(
+            run, "h1_mesh", shard1(seeded_model(), device_mesh=grid, sharding_strategy=hybrid)
+        )
+        # With process groups instead of a mesh it saves ShardedTensor.
+        groups = sharding_groups(2)
+        runs["h1"] = lambda: fsdp1(run, "h1", shard1(seeded_model(), process_group=groups, sharding_strategy=hybrid))
+        runs["h2"] = lambda: fsdp2(run, "h2", shard2(seeded_model(), grid))
         runs["tp"] = lambda: tensor_parallel(run)
     for make in runs.values():
         make()

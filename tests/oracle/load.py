@@ -20,7 +20,6 @@ Files by rank are also compared, value by value, with the state dicts PyTorch it
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -40,25 +39,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from tests.oracle import fake
 from tests.oracle.compare import differences, optimizer_by_id
-from tests.oracle.generate import sharded1
 from tests.oracle.jobs import by_rank, play_jobs
 from tests.oracle.process import quiet_worker
-from tests.oracle.toy import BUFFERS, adamw, seeded_model, shard1, shard2, step
+from tests.oracle.toy import BUFFERS, adamw, as_fsdp1, full1, seeded_model, shard1, shard2, sharded1, step
 
 Loaded = tuple[nn.Module, Optimizer]
-FULL_OPTIONS = StateDictOptions(full_state_dict=True)
 
 
 @cache
@@ -69,7 +60,7 @@ def mesh() -> DeviceMesh:
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "f1": shard1,
     "f1_flat": lambda model: shard1(model, use_orig_params=False),
-    "f1_mesh": lambda model: shard1(model, mesh=mesh()),
+    "f1_mesh": lambda model: shard1(model, device_mesh=mesh()),
     "f2": lambda model: shard2(model, mesh()),
 }
 
@@ -114,69 +105,58 @@ def read_truth(path: str) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def load_full1(loaded: Loaded, content: dict[str, Any]) -> None:
+def content_of(loaded: Loaded, wrap: str, form: str) -> dict[str, Any]:
+    """What the job's own calls give on this rank: "full", "sharded", "flattened" (FSDP2's optimizer), or by "ids"."""
     model, optimizer = loaded
-    with FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
-    ):
+    if form == "ids":
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if wrap == "f2":
+        options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flattened")
+        weights = get_model_state_dict(model, options=options)
+        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    weights, states = (full1 if form == "full" else sharded1)(model, optimizer)
+    return {"model": weights, "optimizer": states}
+
+
+def put(loaded: Loaded, wrap: str, form: str, content: dict[str, Any]) -> None:
+    """Load what ``content_of`` gives, PyTorch's own way."""
+    model, optimizer = loaded
+    if form == "ids":
         model.load_state_dict(content["model"])
-        states = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, content["optimizer"])
-    optimizer.load_state_dict(states)
+        optimizer.load_state_dict(content["optimizer"])
+    elif wrap == "f2":
+        options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flattened")
+        set_model_state_dict(model, content["model"], options=options)
+        set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
+        for group in optimizer.param_groups if form == "full" else ():
+            group["betas"] = tuple(group["betas"])  # that way of loading turns tuples into lists
+    else:
+        with as_fsdp1(model, form):
+            model.load_state_dict(content["model"])
+            states = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, content["optimizer"])
+        optimizer.load_state_dict(states)
 
 
-def load_sharded1(loaded: Loaded, content: dict[str, Any]) -> None:
-    model, optimizer = loaded
-    with FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=False),
-        ShardedOptimStateDictConfig(offload_to_cpu=False),
-    ):
-        model.load_state_dict(content["model"])
-        states = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, content["optimizer"])
-    optimizer.load_state_dict(states)
-
-
-def load_full2(loaded: Loaded, content: dict[str, Any]) -> None:
-    model, optimizer = loaded
-    set_model_state_dict(model, content["model"], options=FULL_OPTIONS)
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=FULL_OPTIONS)
-    for group in optimizer.param_groups:
-        group["betas"] = tuple(group["betas"])  # that way of loading turns tuples into lists
-
-
-def load_sharded2(loaded: Loaded, content: dict[str, Any], *, flattened: bool = False) -> None:
-    model, optimizer = loaded
-    set_model_state_dict(model, content["model"])
-    options = StateDictOptions(flatten_optimizer_state_dict=flattened)
-    set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
+def filled(truth: str, wrap: str) -> Loaded:
+    loaded = fresh(wrap)
+    put(loaded, wrap, "full", read_truth(truth))
+    return loaded
 
 
 @cache
 def with_truth(truth: str, wrap: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    loaded = fresh(wrap)
-    (load_full2 if wrap == "f2" else load_full1)(loaded, read_truth(truth))
-    return held_now_and_after_a_step(loaded)
+    return held_now_and_after_a_step(filled(truth, wrap))
 
 
 @cache
 def sharded_truth(truth: str, wrap: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sharded state dicts PyTorch gives on this rank once it has loaded the truth."""
-    model, optimizer = loaded = fresh(wrap)
-    if wrap == "f2":
-        load_full2(loaded, read_truth(truth))
-        return get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    load_full1(loaded, read_truth(truth))
-    return sharded1(model, optimizer)
+    content = content_of(filled(truth, wrap), wrap, "sharded")
+    return content["model"], content["optimizer"]
 
 
 def rank_file(directory: str, section: str) -> Any:
-    name = f"{section}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
-    # ShardedTensor is on no allow-list of torch.load.
-    return torch.load(os.path.join(directory, name), weights_only=False)
+    return fake.rank_file(directory, section, dist.get_world_size(), dist.get_rank())
 
 
 def initialised(wrap: str) -> Loaded:
@@ -186,44 +166,25 @@ def initialised(wrap: str) -> Loaded:
     return loaded
 
 
-def load_dcp(path: str, wrap: str, *, flattened: bool = False) -> Loaded:
-    model, optimizer = loaded = initialised(wrap)
-    if wrap == "f2":
-        options = StateDictOptions(flatten_optimizer_state_dict=flattened)
-        states = get_optimizer_state_dict(model, optimizer, options=options)
-        content = {"model": get_model_state_dict(model), "optimizer": states}
-    else:
-        weights, states = sharded1(model, optimizer)
-        content = {"model": weights, "optimizer": states}
-    # By default the planner drops ShardedTensors without a local shard, then takes this for a checkpoint of torch 2.3.
-    dcp.load(content, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-    if wrap == "f2":
-        load_sharded2(loaded, content, flattened=flattened)
-    else:
-        load_sharded1(loaded, content)
-    return loaded
+FORMS = {"full": "full", "dcp_flat": "flattened", "dcp_ids": "ids", "ranks_ids": "ids"}
 
 
 def load_job(kind: str, path: str, wrap: str) -> Loaded:
-    if kind in ("dcp", "dcp_flat"):
-        return load_dcp(path, wrap, flattened=kind == "dcp_flat")
-    if kind == "full":
+    form = FORMS.get(kind, "sharded")
+    if kind.startswith("dcp"):
+        loaded = initialised(wrap)
+        fill(content := content_of(loaded, wrap, form), checkpoint_id=path)
+    else:
         loaded = fresh(wrap)
-        (load_full2 if wrap == "f2" else load_full1)(loaded, torch.load(path, weights_only=True))
-        return loaded
-    if kind == "dcp_ids":
-        model, optimizer = loaded = initialised(wrap)
-        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.load(content, checkpoint_id=path)
-    else:
-        model, optimizer = loaded = fresh(wrap)
-        content = {"model": rank_file(path, "model"), "optimizer": rank_file(path, "optim")}
-    if kind.endswith("_ids"):
-        model.load_state_dict(content["model"])
-        optimizer.load_state_dict(content["optimizer"])
-    else:
-        (load_sharded2 if wrap == "f2" else load_sharded1)(loaded, content)
+        content = read_truth(path) if kind == "full" else {}
+        content = content or {"model": rank_file(path, "model"), "optimizer": rank_file(path, "optim")}
+    put(loaded, wrap, form, content)
     return loaded
+
+
+def fill(content: dict[str, Any], **source: Any) -> None:
+    # By default the planner drops ShardedTensors without a local shard, then takes this for a checkpoint of torch 2.3.
+    dcp.load(content, planner=DefaultLoadPlanner(flatten_sharded_tensors=False), **source)
 
 
 def distributed(value: Any, *, plain: bool = False) -> Any:
@@ -265,11 +226,8 @@ def check_job(kind: str, path: str, truth: str, wraps: list[str]) -> Iterator[st
 def main() -> None:
     quiet_worker(limit=150)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    play_jobs(
-        *sys.argv[1:],
-        lambda job: list(check_job(job["kind"], job["path"], job["truth"], job["wraps"])),
-        by_rank,
-    )
+    play = lambda job: list(check_job(job["kind"], job["path"], job["truth"], job["wraps"]))  # noqa: E731
+    play_jobs(*sys.argv[1:], play, by_rank)
     dist.destroy_process_group()
 
 

@@ -21,17 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdpckpt import StorageReader
@@ -39,22 +29,18 @@ from tests.oracle.compare import differences, plain
 from tests.oracle.flat_scenarios import scenario
 from tests.oracle.flat_train import full, started
 from tests.oracle.flat_train import step as train
-from tests.oracle.generate import full1, full2, sharded1
 from tests.oracle.jobs import by_rank, play_jobs
 from tests.oracle.load import (
     Loaded,
+    content_of,
+    fill,
     held_now_and_after_a_step,
     initialised,
-    load_full1,
-    load_full2,
-    load_sharded1,
-    load_sharded2,
+    put,
     read_truth,
     with_truth,
 )
 from tests.oracle.process import quiet_worker
-
-FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class App(Stateful):
@@ -69,41 +55,13 @@ class App(Stateful):
         set_state_dict(*self.loaded, model_state_dict=content["model"], optim_state_dict=content["optim"])
 
 
-def fill(content: dict[str, Any], reader: StorageReader) -> None:
-    # By default the planner drops ShardedTensors without a local shard, then takes this for a checkpoint of torch 2.3.
-    dcp.load(content, storage_reader=reader, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-
-
 def load(form: str, wrap: str, reader: StorageReader) -> Loaded:
-    model, optimizer = loaded = initialised(wrap)
+    loaded = initialised(wrap)
     if form == "app":
-        fill({"app": App(loaded)}, reader)
+        fill({"app": App(loaded)}, storage_reader=reader)
         return loaded
-    if form == "ids":
-        content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        fill(content, reader)
-        model.load_state_dict(content["model"])
-        optimizer.load_state_dict(content["optimizer"])
-        return loaded
-    if form == "flattened":
-        content = {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=FLATTENED),
-        }
-        fill(content, reader)
-        set_model_state_dict(model, content["model"])
-        set_optimizer_state_dict(model, optimizer, content["optimizer"], options=FLATTENED)
-        return loaded
-    if form == "full":
-        weights, states = (full2 if wrap == "f2" else full1)(model, optimizer)
-        put = load_full2 if wrap == "f2" else load_full1
-    else:
-        sharded = (get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)) if wrap == "f2" else None
-        weights, states = sharded or sharded1(model, optimizer)
-        put = load_sharded2 if wrap == "f2" else load_sharded1
-    content = {"model": weights, "optimizer": states}
-    fill(content, reader)
-    put(loaded, content)
+    fill(content := content_of(loaded, wrap, form), storage_reader=reader)
+    put(loaded, wrap, form, content)
     return loaded
 
 
@@ -120,12 +78,10 @@ def check_flat(job: dict[str, Any]) -> list[str]:
     run, reference = (started(entry, orig=orig, seed=seed) for seed in (8, 9))
     for pair in (run, reference):
         train(pair, number=5)
-    weights, states = sharded1(*run)
-    content = {"model": weights, "optimizer": states}
-    fill(content, StorageReader(job["path"], **job["options"]))
-    load_sharded1(run, content)
+    fill(content := content_of(run, "f1", "sharded"), storage_reader=StorageReader(job["path"], **job["options"]))
+    put(run, "f1", "sharded", content)
     truth = read_truth(job["truth"])
-    load_full1(reference, copy.deepcopy(truth))
+    put(reference, "f1", "full", copy.deepcopy(truth))
     found_before, found_after = full_now_and_after_a_step(run)
     before, after = full_now_and_after_a_step(reference)
     return [

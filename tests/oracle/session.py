@@ -49,21 +49,14 @@ class Oracle:
 
     def checkpoints(self, world: int) -> Path:
         """The directory that holds every form of ``tests.oracle.forms`` saved at this world size, and ``truth/``."""
-        return self.once(
-            f"oracle-{world}",
-            lambda directory: void(
-                torchrun("tests.oracle.generate", str(directory), world_size=world, limit=GENERATE_LIMIT)
-            ),
-        )
+        return self._generated(f"oracle-{world}", "tests.oracle.generate", world, GENERATE_LIMIT)
 
     def flattened(self, world: int) -> Path:
         """The directory of ``tests.oracle.flat_generate`` at this world size: ``<scenario>-<orig|flat>/...``."""
-        return self.once(
-            f"oracle-flattened-{world}",
-            lambda directory: void(
-                torchrun("tests.oracle.flat_generate", str(directory), world_size=world, limit=FLATTENED_LIMIT)
-            ),
-        )
+        return self._generated(f"oracle-flattened-{world}", "tests.oracle.flat_generate", world, FLATTENED_LIMIT)
+
+    def _generated(self, name: str, module: str, world: int, limit: float) -> Path:
+        return self.once(name, lambda place: void(torchrun(module, str(place), world_size=world, limit=limit)))
 
     def truth(self, world: int, run: str) -> Path:
         """The truth file of one training run at one world size: ``{"model", "optimizer"}``, full, by name."""

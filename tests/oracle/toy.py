@@ -7,27 +7,29 @@ than ``model.parameters()``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW, Optimizer
 
 __all__ = [
-    "BUFFERS",
-    "HIDDEN",
-    "VOCABULARY",
-    "WIDTH",
-    "Block",
-    "Toy",
-    "adamw",
-    "clean",
-    "seeded_model",
-    "shard1",
-    "shard2",
-    "step",
-]
+    "BUFFERS", "HIDDEN", "VOCABULARY", "WIDTH", "Block", "Toy", "adamw", "as_fsdp1", "clean", "full1", "seeded_model",
+    "shard1", "shard2", "sharded1", "sharding_groups", "step",
+]  # fmt: skip
 
 VOCABULARY, WIDTH, HIDDEN = 17, 9, 13
 BUFFERS = ("counter", "mask", "scale", "void", "coarse")  # what every rank holds whole
@@ -96,22 +98,47 @@ def seeded_model(seed: int = 0) -> Toy:
     return model
 
 
-def shard1(
-    model: nn.Module,
-    *,
-    use_orig_params: bool = True,
-    mesh: DeviceMesh | None = None,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-) -> FullyShardedDataParallel:
+def sharding_groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The (sharding, replicating) groups of this rank; every rank must make all of them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shards = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    replicas = [dist.new_group(list(range(place, world, size))) for place in range(size)]
+    return shards[rank // size], replicas[rank % size]
+
+
+def shard1(model: nn.Module, *, use_orig_params: bool = True, **options: Any) -> FullyShardedDataParallel:
     """The model under FSDP1: a unit for each block, one for the frozen part, one for the rest."""
+    units = ModuleWrapPolicy({Block, Frozen})
+    device = torch.device("cpu")
     return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block, Frozen}),
-        use_orig_params=use_orig_params,
-        device_mesh=mesh,
-        sharding_strategy=strategy,
-        device_id=torch.device("cpu"),
+        model, auto_wrap_policy=units, use_orig_params=use_orig_params, device_id=device, **options
     )
+
+
+def as_fsdp1(model: nn.Module, form: str) -> Any:
+    """Inside, the model gives and takes its state dict, and FSDP1 that of an optimizer: full, sharded or local."""
+    # offload_to_cpu=True on a CPU run segfaults for models and aliases exp_avg with exp_avg_sq for optimizers.
+    if form == "full":
+        configs: tuple[Any, ...] = (
+            FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+            FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        )
+    elif form == "sharded":
+        configs = ShardedStateDictConfig(offload_to_cpu=False), ShardedOptimStateDictConfig(offload_to_cpu=False)
+    else:
+        configs = (LocalStateDictConfig(offload_to_cpu=False),)
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType[f"{form.upper()}_STATE_DICT"], *configs)
+
+
+def full1(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The full model and optimizer by name, on every rank, as FSDP1 gives them."""
+    with as_fsdp1(model, "full"):
+        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
+def sharded1(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    with as_fsdp1(model, "sharded"):
+        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
 def shard2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
