@@ -14,10 +14,12 @@ import time
 import traceback
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -37,6 +39,7 @@ from fsdpckpt.errors import StateDictMismatchError, UsageError, WorkerError
 from fsdpckpt.process import FIRST_PORT
 from tests.comm.forked_workers import forked_workers
 from tests.comm.group_contract import GroupContract
+from tests.oracle.compare import require_identical
 from tests.writers.meshes import all_three, hsdp, net, over_tp, sharded_model
 
 WORLD_SIZES = (2, 3, 4)
@@ -53,32 +56,31 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 
 def same(found: Any, expected: Any, where: str = "") -> None:
-    """Equal bit for bit, with the same types of containers and values."""
-    if isinstance(expected, DTensor):
-        assert isinstance(found, DTensor), where
-        assert found.placements == expected.placements and found.device_mesh == expected.device_mesh, where
-        assert found.shape == expected.shape and found.stride() == expected.stride(), where
-        same(found.to_local(), expected.to_local(), f"{where} local")
-    elif isinstance(expected, ShardedTensor):
-        assert isinstance(found, ShardedTensor) and found.metadata() == expected.metadata(), where
-        same([s.tensor for s in found.local_shards()], [s.tensor for s in expected.local_shards()], where)
-    elif isinstance(expected, torch.Tensor):
-        assert type(found) is torch.Tensor, f"{where}: {type(found)}"
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), f"{where}: {found.shape} {found.dtype}"
-        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found, expected)]
-        assert (bits[0] == bits[1]).all(), f"{where}: bytes differ"
-    elif isinstance(expected, dict):
-        assert type(found) is type(expected) and list(found) == list(expected), f"{where}: {found!r:.200}"
-        if isinstance(expected, OrderedDict):
-            assert vars(found) == vars(expected), f"{where}: attributes {vars(found)}"
+    """Equal bit for bit, with the same types of containers and values, order of keys and attributes."""
+    require_identical(found, expected, where)
+    _same_types(found, expected, where)
+
+
+def _same_types(found: Any, expected: Any, where: str) -> None:
+    plain = isinstance(expected, torch.Tensor) and not isinstance(expected, (DTensor, ShardedTensor))
+    assert type(found) is (torch.Tensor if plain else type(expected)), f"{where}: {type(found)}"
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), f"{where}: {found!r:.200}"
+        assert not isinstance(expected, OrderedDict) or vars(found) == vars(expected), f"{where}: {vars(found)}"
         for key in expected:
-            same(found[key], expected[key], f"{where}.{key}")
+            _same_types(found[key], expected[key], f"{where}.{key}")
     elif isinstance(expected, (list, tuple)):
-        assert type(found) is type(expected) and len(found) == len(expected), where
-        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-            same(one, other, f"{where}[{i}]")
-    else:
-        assert type(found) is type(expected) and found == expected, f"{where}: {found!r} {expected!r}"
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            _same_types(one, other, f"{where}[{number}]")
+
+
+@contextmanager
+def refused(error: type[Exception] | tuple[type[Exception], ...], *texts: str) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """The body ends with ``error`` on this rank, which says ``texts``, each detail on a line of its own."""
+    with pytest.raises(error) as caught:
+        yield caught
+    said = "\n".join([str(caught.value), *caught.value.details])
+    assert all(text in said for text in texts), (texts, said)
 
 
 def mesh_1d() -> DeviceMesh:
@@ -173,17 +175,14 @@ def check_gather_understands_fsdp2_over_tensor_parallelism(group: comm.Group) ->
     model = torch.nn.Linear(6, 8)
     expected = random(8, 6, seed=9)
     model.weight = torch.nn.Parameter(distribute_tensor(expected, mesh["tp"], [Shard(0)], src_data_rank=None))
-    model.bias = torch.nn.Parameter(
-        distribute_tensor(model.bias.detach(), mesh["tp"], [Replicate()], src_data_rank=None)
-    )
+    bias = distribute_tensor(model.bias.detach(), mesh["tp"], [Replicate()], src_data_rank=None)
+    model.bias = torch.nn.Parameter(bias)
     fully_shard(model, mesh=mesh["dp"])
     weight = model.state_dict()["weight"]
     assert isinstance(weight.placements[0], _StridedShard)
     same(comm.gather(group, {"w": weight})["w"], expected)
-    same(
-        comm.scatter(group, {"w": expected} if group.rank == 0 else None, like={"w": torch.empty_like(weight)})["w"],
-        weight,
-    )
+    given = {"w": expected} if group.rank == 0 else None
+    same(comm.scatter(group, given, like={"w": torch.empty_like(weight)})["w"], weight)
 
 
 def check_uneven_shards_of_every_mesh_are_gathered_and_filled(group: comm.Group) -> None:
@@ -264,26 +263,17 @@ def check_a_hole_between_the_shards_is_an_error_on_every_rank(group: comm.Group)
         tensor = DTensor.from_local(
             tensor.to_local()[:0], others, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
-    try:
+    with refused(StateDictMismatchError, "incomplete", "x"):
         comm.gather(group, {"x": tensor})
-    except StateDictMismatchError as error:
-        assert "incomplete" in str(error) and "x" in str(error), error
-    else:
-        raise AssertionError("gathered with a hole")
 
 
 def check_every_difference_between_the_ranks_is_listed_on_every_rank(group: comm.Group) -> None:
     state: dict[str, Any] = {"a": torch.ones(2), "b": 1, "0": 2}
     if group.rank == 1:
         state = {"a": 3, 0: 2, "b": 1}
-    try:
+    listed = ("a: Tensor in rank 0, int in rank 1", "'0': only in rank 0", "\n0: only in rank 1")
+    with refused(StateDictMismatchError, *listed):
         comm.gather(group, state)
-    except StateDictMismatchError as error:
-        text = "\n".join(error.details)
-        for expected in ("a: Tensor in rank 0, int in rank 1", "'0': only in rank 0", "0: only in rank 1"):
-            assert expected in text, text
-    else:
-        raise AssertionError("gathered state dicts that differ")
     same(comm.gather(group, {"b": group.rank}), {"b": group.rank})  # the group goes on
 
 
@@ -317,29 +307,18 @@ def check_scatter_gives_each_rank_what_torch_broadcasts(group: comm.Group) -> No
     same(found, by_torch)
     same(found, expected)
     assert all(found[key] is like[key] for key in like if isinstance(like[key], torch.Tensor)), "not in place"
-    again = comm.scatter(
-        group,
-        full if group.rank == 0 else None,
-        mesh=mesh,
-        budget=BUDGET,
-        placements=lambda key, _: None if key == "plain" else [Shard(0)],
-    )
-    same(again, expected)
+    given = full if group.rank == 0 else None
+    cut = lambda key, _: None if key == "plain" else [Shard(0)]  # noqa: E731
+    same(comm.scatter(group, given, mesh=mesh, budget=BUDGET, placements=cut), expected)
 
 
 def check_scatter_from_another_rank_along_another_dimension(group: comm.Group) -> None:
     source = group.world_size - 1
     full = {"x": random(3, 1009), "nested": [{"y": random(2, 7, dtype=torch.float16)}]}
-    found = comm.scatter(
-        group,
-        full if group.rank == source else None,
-        source=source,
-        mesh=mesh_1d(),
-        placements=[Shard(1)],
-        budget=BUDGET,
-    )
-    same(found["x"], distribute_tensor(full["x"], mesh_1d(), [Shard(1)], src_data_rank=None))
-    same(found["nested"][0]["y"], distribute_tensor(full["nested"][0]["y"], mesh_1d(), [Shard(1)], src_data_rank=None))
+    given, mesh, cut = full if group.rank == source else None, mesh_1d(), [Shard(1)]
+    found = comm.scatter(group, given, source=source, mesh=mesh, placements=cut, budget=BUDGET)
+    for one, whole_one in ((found["x"], full["x"]), (found["nested"][0]["y"], full["nested"][0]["y"])):
+        same(one, distribute_tensor(whole_one, mesh, cut, src_data_rank=None))
 
 
 def check_scatter_fills_sharded_tensors(group: comm.Group) -> None:
@@ -354,15 +333,9 @@ def check_scatter_refuses_what_does_not_fit_with_every_difference(group: comm.Gr
     like = {"a": torch.empty(4, 2), "b": torch.empty(5, dtype=torch.float64), "d": torch.empty(2), "e": torch.empty(1)}
     if group.rank == 1:
         like["d"] = torch.empty(3)
-    try:
+    listed = ("a: [4, 3]", "b: [5]", "c: nothing asks", "e: not in", "d: [2] torch.float32, wanted [3]", "(rank 1)")
+    with refused(StateDictMismatchError, *listed):
         comm.scatter(group, full if group.rank == 0 else None, like=like)
-    except StateDictMismatchError as error:
-        text = "\n".join(error.details)
-        for part in ("a: [4, 3]", "b: [5]", "c: nothing asks", "e: not in", "d: [2] torch.float32, wanted [3]"):
-            assert part in text, text
-        assert "(rank 1)" in text
-    else:
-        raise AssertionError("scattered into what does not fit")
 
 
 def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Group) -> None:
@@ -374,34 +347,22 @@ def check_a_tensor_that_cannot_be_sent_is_an_error_on_every_rank(group: comm.Gro
     last = group.rank == group.world_size - 1
     local = dtensor.to_local()
     masked = DTensor(masked_tensor(local, torch.ones_like(local).bool()), dtensor._spec, requires_grad=False)
+    meta, sparse = x.to("meta"), x.to_sparse()
     cases: list[tuple[str, Callable[[], Any]]] = [
-        ("x: a DTensor where a whole", lambda: comm.shard(group, {"x": dtensor if last else x}, like={"x": x})),
-        ("x: a DTensor where a whole", lambda: comm.scatter(group, {"x": dtensor}, like={"x": x})),
-        ("x: a tensor on the meta device", lambda: comm.scatter(group, {"x": x.to("meta") if group.rank == 0 else x})),
-        (
-            "x: a tensor on the meta device",
-            lambda: comm.shard(group, {"x": x.to("meta") if last else x}, like={"x": x}),
-        ),
-        ("x: a tensor of layout", lambda: comm.gather(group, {"x": x.to_sparse() if last else x})),
-        ("x: a tensor of the subclass", lambda: comm.gather(group, {"x": masked if last else dtensor})),
-        ("x: a tensor of the subclass", lambda: comm.scatter(group, {"x": x}, like={"x": masked if last else dtensor})),
-        ("x: a tensor of layout", lambda: comm.scatter(group, {"x": x}, like={"x": x.to_sparse() if last else x})),
-        (
-            "x: an expanded",
-            lambda: comm.scatter(group, {"x": x}, like={"x": x[:1].expand(4, 2) if group.rank == 0 else x}),
-        ),
-        (
-            "x: a conjugated",
-            lambda: comm.scatter(group, {"x": lazy}, like={"x": lazy if last else plain}),
-        ),
+        ("a DTensor where a whole", lambda: comm.shard(group, {"x": dtensor if last else x}, like={"x": x})),
+        ("a DTensor where a whole", lambda: comm.scatter(group, {"x": dtensor}, like={"x": x})),
+        ("a tensor on the meta device", lambda: comm.scatter(group, {"x": x if group.rank else meta})),
+        ("a tensor on the meta device", lambda: comm.shard(group, {"x": meta if last else x}, like={"x": x})),
+        ("a tensor of layout", lambda: comm.gather(group, {"x": sparse if last else x})),
+        ("a tensor of the subclass", lambda: comm.gather(group, {"x": masked if last else dtensor})),
+        ("a tensor of the subclass", lambda: comm.scatter(group, {"x": x}, like={"x": masked if last else dtensor})),
+        ("a tensor of layout", lambda: comm.scatter(group, {"x": x}, like={"x": sparse if last else x})),
+        ("an expanded", lambda: comm.scatter(group, {"x": x}, like={"x": x if group.rank else x[:1].expand(4, 2)})),
+        ("a conjugated", lambda: comm.scatter(group, {"x": lazy}, like={"x": lazy if last else plain})),
     ]
     for text, call in cases:
-        try:
+        with refused(StateDictMismatchError, f"\nx: {text}"):
             call()
-        except StateDictMismatchError as error:
-            assert any(text in detail for detail in error.details), error.details
-        else:
-            raise AssertionError(f"passed: {text}")
 
 
 def check_ranks_that_name_different_ranks_get_an_error_not_their_own_values(group: comm.Group) -> None:
@@ -413,23 +374,14 @@ def check_ranks_that_name_different_ranks_get_an_error_not_their_own_values(grou
         lambda apart: apart.broadcast_object(apart.rank, source=apart.rank),
     ]
     for call in calls:
-        try:
+        with refused((UsageError, WorkerError), "the ranks pass different ranks as", " in rank 0, 1 in rank 1"):
             call(comm.TorchGroup.over(dist.new_group(), limit=20))
-        except (UsageError, WorkerError) as error:
-            assert "the ranks pass different ranks as" in str(error), error
-            assert " in rank 0, 1 in rank 1" in str(error), error
-        else:
-            raise AssertionError("every rank took another for the source")
 
 
 def check_a_source_without_a_state_dict_is_an_error_on_every_rank(group: comm.Group) -> None:
     """It is most likely another rank that has it."""
-    try:
+    with refused(WorkerError, "rank 0 is the source and has no state dict"):
         comm.broadcast(comm.TorchGroup.over(dist.new_group(), limit=20), {"x": 1} if group.rank == 1 else None)
-    except WorkerError as error:
-        assert "rank 0 is the source and has no state dict" in str(error), error
-    else:
-        raise AssertionError("None was broadcast as a state dict")
 
 
 class Moments(NamedTuple):
@@ -471,12 +423,8 @@ def check_tensors_in_other_containers_are_refused_on_every_rank(group: comm.Grou
             lambda make=make: comm.scatter(group, {"a": 1}, like={"a": {"b": make(cut)} if last else 1}),
         ]
         for call in calls:
-            try:
+            with refused(StateDictMismatchError, "a.b: a ", "with tensors in it cannot be taken apart"):
                 call()
-            except StateDictMismatchError as error:
-                assert "a.b: a " in str(error) and "with tensors in it cannot be taken apart" in str(error), error
-            else:
-                raise AssertionError(f"a tensor in a {type(make(0))} stayed as it was")
 
 
 def check_placements_that_do_not_fit_are_an_error_on_every_rank(group: comm.Group) -> None:
@@ -495,19 +443,11 @@ def check_placements_that_do_not_fit_are_an_error_on_every_rank(group: comm.Grou
     for mesh, wrong, text in cases:
         right = [Shard(0)] * mesh.ndim
         for fill in (comm.shard, comm.scatter):
-            try:
+            with refused(StateDictMismatchError, "\nx: ", text):
                 fill(group, {"x": random(4, 2)}, mesh=mesh, placements=wrong if last else right)
-            except StateDictMismatchError as error:
-                assert error.details[0].startswith("x: ") and text in error.details[0], (text, error.details)
-            else:
-                raise AssertionError(f"{wrong} on {mesh}")
-    try:
-        apart = comm.TorchGroup.over(dist.new_group(), limit=20)
+    apart = comm.TorchGroup.over(dist.new_group(), limit=20)
+    with refused(WorkerError, "ZeroDivisionError"):
         comm.shard(apart, {"x": random(4)}, mesh=flat, placements=lambda *_: [Shard(0 // int(not last))])
-    except WorkerError as error:
-        assert "ZeroDivisionError" in str(error), error
-    else:
-        raise AssertionError("the function failed unnoticed")
 
 
 def check_a_copy_between_different_layouts_is_refused(group: comm.Group) -> None:
@@ -516,12 +456,8 @@ def check_a_copy_between_different_layouts_is_refused(group: comm.Group) -> None
     source = distribute_tensor(random(group.world_size, 2), mesh, [Shard(0)], src_data_rank=None)
     for other, placement in ((mesh, Replicate()), (backwards, Shard(0))):
         target = distribute_tensor(torch.zeros(source.shape), other, [placement], src_data_rank=None)
-        try:
+        with refused(StateDictMismatchError, "w: DTensor", "placed"):
             comm.copy_state_dict({"w": source}, {"w": target})
-        except StateDictMismatchError as error:
-            assert "w: DTensor" in error.details[0] and "placed" in error.details[0], error.details
-        else:
-            raise AssertionError(f"copied from Shard(0) to {placement}")
     same(comm.copy_state_dict({"w": source}, {"w": torch.zeros_like(source)}), {"w": source})
     same(comm.offload_to_cpu({"w": source}), {"w": source})
     sharded = sharded_tensors()
@@ -545,14 +481,10 @@ def check_broadcast_carries_every_kind_of_value(group: comm.Group) -> None:
 
 def check_an_object_that_could_run_code_is_refused_by_name(group: comm.Group) -> None:
     apart = comm.TorchGroup.over(dist.new_group())  # it fails, and stays so
-    try:
+    with refused(WorkerError, "builtin_function_or_method") as caught:
         comm.broadcast(apart, {"hook": {"f": print}} if group.rank == 0 else None)
-    except WorkerError as error:
-        assert error.rank == 0 and "builtin_function_or_method" in str(error), error
-        assert error.step is not None and error.step.startswith("scatter"), error.step
-        assert error.cause_exit_code == UsageError.exit_code
-    else:
-        raise AssertionError("a function crossed")
+    assert (caught.value.rank, caught.value.cause_exit_code) == (0, UsageError.exit_code)
+    assert caught.value.step.startswith("scatter"), caught.value.step
 
 
 def check_exchange_moves_any_amount_between_any_pair(group: comm.Group) -> None:
@@ -585,22 +517,15 @@ def check_exchange_moves_any_amount_between_any_pair(group: comm.Group) -> None:
     assert largest <= BUDGET // 4
 
 
-def check_send_recvs_of_any_size_cross_while_there_is_room_for_two_rounds(group: comm.Group) -> None:
-    send_recvs_of_any_size(group, 1)
-
-
-def check_send_recvs_with_several_ranks_at_once_cross_too(group: comm.Group) -> None:
-    send_recvs_of_any_size(group, 2)  # with 3 ranks and more: all of them at once, or the last alone
-
-
-def send_recvs_of_any_size(group: comm.Group, peers_at_once: int) -> None:
+def check_send_recvs_of_any_size_cross_while_there_is_room_for_two_rounds(
+    group: comm.Group, peers_at_once: int = 1
+) -> None:
     """Read by another thread, received where they are wanted."""
     rank, rounds = group.rank, 13
 
     def data(source: int, target: int, number: int) -> torch.Tensor:
-        count = (
-            (source * 5 + target * 11 + number * 7) % 4 * (3001 if number < 6 else 99)
-        )  # of several chunks, and of one
+        of_several_chunks = number < 6
+        count = (source * 5 + target * 11 + number * 7) % 4 * (3001 if of_several_chunks else 99)
         return random(count, dtype=torch.uint8, seed=source * 1000 + target * 100 + number)
 
     exchanger = Exchanger(group, budget=BUDGET, largest=9003, in_place=True, peers_at_once=peers_at_once)
@@ -653,6 +578,11 @@ def send_recvs_of_any_size(group: comm.Group, peers_at_once: int) -> None:
         same(each, {source: data(source, rank, number) for _, source in pairs}, f"round {number}")
 
 
+def check_send_recvs_with_several_ranks_at_once_cross_too(group: comm.Group) -> None:
+    """With 3 ranks and more: all of them at once, or the last alone."""
+    check_send_recvs_of_any_size_cross_while_there_is_room_for_two_rounds(group, 2)
+
+
 def check_what_a_reading_thread_raises_fails_the_step_on_all(group: comm.Group) -> None:
     apart = comm.TorchGroup.over(dist.new_group())
 
@@ -660,50 +590,30 @@ def check_what_a_reading_thread_raises_fails_the_step_on_all(group: comm.Group) 
         if apart.rank == 1 and offset:
             raise UsageError("this disk is gone")
 
-    try:
-        with apart.step("copy"):
-            exchanger = Exchanger(apart, budget=BUDGET, largest=1 << 20)
-            send_recvs = (
-                SendRecv({to: 99_999}, {source: 99_999}, read, write=lambda *_: None)
-                for ((to, source),) in exchanger.pairs_at_once()
-            )
-            exchanger.run(send_recvs, watch=lambda: apart.watch(moving=False))
-    except WorkerError as error:
-        assert error.rank == 1 and "this disk is gone" in str(error), error
-        assert error.cause_exit_code == UsageError.exit_code
-    else:
-        raise AssertionError("nobody noticed")
+    with refused(WorkerError, "this disk is gone") as caught, apart.step("copy"):
+        exchanger = Exchanger(apart, budget=BUDGET, largest=1 << 20)
+        send_recvs = (
+            SendRecv({to: 99_999}, {source: 99_999}, read, write=lambda *_: None)
+            for ((to, source),) in exchanger.pairs_at_once()
+        )
+        exchanger.run(send_recvs, watch=lambda: apart.watch(moving=False))
+    assert (caught.value.rank, caught.value.cause_exit_code) == (1, UsageError.exit_code)
 
 
 def check_plans_that_differ_are_an_error_before_a_byte_moves(group: comm.Group) -> None:
-    written = []
-    try:
-        comm.exchange(
-            comm.TorchGroup.over(dist.new_group()),
-            sends={0: 5} if group.rank == 1 else {},
-            receives={},
-            read=lambda *_: None,
-            write=lambda *chunk: written.append(chunk),
-        )
-    except WorkerError as error:
-        assert error.rank == 0 and "5 bytes" in str(error), error
-    else:
-        raise AssertionError("plans that differ passed")
-    assert not written
+    apart, written = comm.TorchGroup.over(dist.new_group()), list[Any]()
+    sends = {0: 5} if group.rank == 1 else {}
+    with refused(WorkerError, "5 bytes") as caught:
+        comm.exchange(apart, sends=sends, receives={}, read=lambda *_: None, write=lambda *each: written.append(each))
+    assert caught.value.rank == 0 and not written
 
 
 def check_ranks_that_bring_different_digests_to_a_step_fail_there(group: comm.Group) -> None:
     apart = comm.TorchGroup.over(dist.new_group())
-    try:
-        with apart.step("plan", agree="one" if group.rank else "another"):
+    for step, brought in (("plan", "one" if group.rank else "another"), ("later", "")):  # a group that failed stays so
+        with refused(WorkerError, "its input to this step differs") as caught, apart.step(step, agree=brought):
             raise AssertionError("entered")
-    except WorkerError as error:
-        assert error.step == "plan" and "its input to this step differs" in str(error), error
-    try:
-        with apart.step("later"):
-            raise AssertionError("a group that failed went on")
-    except WorkerError as again:
-        assert again.step == "plan", again
+        assert caught.value.step == "plan", caught.value
 
 
 def check_groups_over_parts_of_the_world_work_beside_each_other(group: comm.Group) -> None:
@@ -712,10 +622,8 @@ def check_groups_over_parts_of_the_world_work_beside_each_other(group: comm.Grou
     mine = comm.TorchGroup.over(parts[0] if group.rank < half else parts[1])
     ranks = mine.all_gather_objects(group.rank)
     assert ranks == (list(range(half)) if group.rank < half else list(range(half, group.world_size))), ranks
-    same(
-        comm.broadcast(mine, {"x": random(3, seed=group.rank)} if mine.rank == 0 else None)["x"],
-        random(3, seed=ranks[0]),
-    )
+    given = {"x": random(3, seed=group.rank)} if mine.rank == 0 else None
+    same(comm.broadcast(mine, given)["x"], random(3, seed=ranks[0]))
 
 
 def work(out: str) -> int:
@@ -771,11 +679,9 @@ def work_in_a_row(rank: int, out: str) -> int:
             with comm.TorchGroup.start(limit=5, patience=15) as group:
                 gathered.append(group.all_gather_objects([rank, number]))
             continue
-        try:
-            with comm.TorchGroup.start(limit=5, patience=15) as group, group.step("fails"):
-                raise OSError("the disk is gone")
-        except WorkerError as error:
-            gathered.append([error.step])
+        with refused(WorkerError) as caught, comm.TorchGroup.start(limit=5, patience=15) as group, group.step("fails"):
+            raise OSError("the disk is gone")
+        gathered.append([caught.value.step])
     total = torch.tensor([rank])
     dist.all_reduce(total)  # its own group still works
     with open(os.path.join(out, f"row-{rank}.json"), "w") as file:

@@ -27,39 +27,26 @@ BYTES = 3_000_000
 CULPRIT = 1
 
 
-def moving(group: comm.Group, trouble: Callable[[], None]) -> None:
-    """An exchange in small chunks of which the culprit's own trouble comes in the middle."""
+def _reading(group: comm.Group, trouble: Callable[[], None]) -> Callable[[int, int, torch.Tensor], None]:
+    """Small chunks, in the middle of which the culprit's own trouble comes."""
 
     def read(_: int, offset: int, buffer: torch.Tensor) -> None:
         buffer.fill_(offset % 251)
         if group.rank == CULPRIT and offset > BYTES // 2:
             trouble()
 
-    every = dict.fromkeys(range(group.world_size), BYTES)
+    return read
+
+
+def moving(group: comm.Group, trouble: Callable[[], None]) -> None:
+    read, every = _reading(group, trouble), dict.fromkeys(range(group.world_size), BYTES)
     comm.exchange(group, sends=every, receives=every, read=read, write=lambda *_: None, budget=1 << 16, name="move")
 
 
 def spreading(group: comm.Group, trouble: Callable[[], None]) -> None:
     """The same for a broadcast of everyone's bytes."""
-
-    def read(_: int, offset: int, buffer: torch.Tensor) -> None:
-        buffer.fill_(offset % 251)
-        if group.rank == CULPRIT and offset > BYTES // 2:
-            trouble()
-
-    comm.spread(group, sizes=[BYTES] * group.world_size, read=read, write=lambda *_: None, budget=1 << 16, name="move")
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def hang() -> None:
-    time.sleep(60)
+    read, sizes = _reading(group, trouble), [BYTES] * group.world_size
+    comm.spread(group, sizes=sizes, read=read, write=lambda *_: None, budget=1 << 16, name="move")
 
 
 def fail() -> None:
@@ -99,14 +86,14 @@ def slowly(group: comm.Group, _: Callable[[], None]) -> None:
         print("done", flush=True)
 
 
-def nothing() -> None:
-    pass
-
-
 PLACES = {f.__name__: f for f in (moving, spreading, between, inside, elsewhere, slowly)}
-TROUBLES = {f.__name__: f for f in (kill, stop, hang, fail, nothing)}
-
-
+TROUBLES: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(60),
+    "fail": fail,
+    "nothing": lambda: None,
+}
 SCENARIOS = (
     *((place, "fail") for place in ("inside", "moving", "spreading", "elsewhere", "slowly")),
     *((place, "kill") for place in ("between", "moving", "spreading")),
@@ -115,8 +102,6 @@ SCENARIOS = (
     ("moving", "hang"),
     ("spreading", "stop"),
 )
-
-
 AT_ONCE = 3
 
 
@@ -150,11 +135,8 @@ def play(place: str, trouble: str, out: str) -> dict[str, object]:
 
     unattended = {CULPRIT} if trouble in {"hang", "stop"} else set()
     codes = forked_workers(3, body, limit=40, unattended=unattended)
-    said = []
-    for rank in range(3):
-        path = os.path.join(out, f"{place}-{trouble}-{rank}")
-        said.append(Path(path).read_text() if os.path.exists(path) else "")
-    return {"codes": codes, "said": said}
+    paths = [Path(out, f"{place}-{trouble}-{rank}") for rank in range(3)]
+    return {"codes": codes, "said": [path.read_text() if path.exists() else "" for path in paths]}
 
 
 def main(arguments: list[str]) -> int:

@@ -21,27 +21,18 @@ def another_rank_failed(progress: bool) -> None:
     raise WorkerError("worker 1 failed")
 
 
-@pytest.fixture
-def interrupts_ignored() -> Iterator[None]:
-    """As for a command that a script starts with ``&``, and under ``nohup``."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_it_interrupts_a_call_that_blocks() -> None:
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match="worker 1"), heartbeat(another_rank_failed):
-        time.sleep(20)
-    assert time.monotonic() - started < 10
-
-
-def test_it_interrupts_a_process_that_ignores_sigint(interrupts_ignored: None) -> None:
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match="worker 1"), heartbeat(another_rank_failed):
-        time.sleep(20)
-    assert time.monotonic() - started < 10
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+@pytest.mark.parametrize("handler", [None, signal.SIG_IGN], ids=["as it is", "of a job in the background"])
+def test_it_interrupts_a_call_that_blocks(handler: signal.Handlers | None) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, handler or before)
+    try:
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="worker 1"), heartbeat(another_rank_failed):
+            time.sleep(20)
+        assert time.monotonic() - started < 10
+        assert signal.getsignal(signal.SIGINT) is (handler or before)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_handler_that_python_cannot_restore_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,8 @@ from fsdpckpt.comm.trees import Slot, decode, encode
 from fsdpckpt.errors import InternalError, UsageError
 from fsdpckpt.ir.values import Global, Object
 
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text()
-    | st.binary()
-    | st.complex_numbers(allow_nan=False)
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(allow_nan=False)
 )
 keys = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
 values = st.recursive(

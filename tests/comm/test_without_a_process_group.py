@@ -22,13 +22,6 @@ def alone() -> comm.Group:
     return comm.TorchGroup.over()
 
 
-def test_the_group_is_this_process(alone: comm.Group) -> None:
-    assert (alone.rank, alone.world_size, alone.backend) == (0, 1, None)
-    with alone.step("anything"), alone.silent_for(3):
-        alone.beat()
-    alone.close()
-
-
 def test_every_operation_gives_the_state_dict_back(alone: comm.Group) -> None:
     state = whole()
     like = comm.empty_on_cpu(state)
@@ -40,13 +33,6 @@ def test_every_operation_gives_the_state_dict_back(alone: comm.Group) -> None:
         comm.shard(alone, state, like=like),
     ):
         same(found, whole())
-    assert alone.all_gather_objects({"a": 1}) == [{"a": 1}]
-    assert alone.broadcast_object(7) == 7
-
-
-def test_an_error_in_a_step_stays_itself(alone: comm.Group) -> None:
-    with pytest.raises(KeyError), alone.step("anything"):
-        raise KeyError("x")
 
 
 def test_exchange_with_itself_goes_through_bounded_chunks(alone: comm.Group) -> None:
@@ -61,14 +47,8 @@ def test_exchange_with_itself_goes_through_bounded_chunks(alone: comm.Group) -> 
         sizes.append(len(buffer))
         found[offset : offset + len(buffer)] = buffer
 
-    comm.exchange(
-        alone,
-        sends={0: len(source)},
-        receives={0: len(source)},
-        read=read,
-        write=write,
-        budget=1 << 14,
-    )
+    size = {0: len(source)}
+    comm.exchange(alone, sends=size, receives=size, read=read, write=write, budget=1 << 14)
     assert identical(found, source)
     assert max(sizes) == 4096
 
@@ -189,15 +169,8 @@ def test_two_state_dicts_that_differ_are_told_apart_in_every_way() -> None:
     with pytest.raises(StateDictMismatchError) as raised:
         comm.check_similar(one, two)
     text = "\n".join(raised.value.details)
-    for part in (
-        "a: Tensor [2, 3]",
-        "b: Tensor [4] float32",
-        "c: int",
-        "state.0: only",
-        "state.'0': only",
-        "d: list",
-        "e: only",
-    ):
+    parts = "a: Tensor [2, 3]|b: Tensor [4] float32|c: int|state.0: only|state.'0': only|d: list|e: only"
+    for part in parts.split("|"):
         assert part in text, text
     assert raised.value.exit_code == UsageError.exit_code
     comm.check_similar(one, {key: one[key] for key in reversed(one)})
