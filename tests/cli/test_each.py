@@ -13,7 +13,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt import runs
-from fsdpckpt.errors import SourceMissingError, TargetUnwritableError, UsageError
+from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.progress import NO_PROGRESS
 from tests.cli.conftest import Run
@@ -68,8 +68,6 @@ def test_what_is_there_is_compared_and_not_written_again(run_of_three: Path, tmp
 def test_only_those_after_a_name_are_taken(run_of_three: Path, tmp_path: Path) -> None:
     attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", newer_than="step-1000", to="full")
     assert [attempt.name for attempt in attempts] == ["step-1100"]
-    with pytest.raises(SourceMissingError, match="matches --each 'step-\\*' after step-1100"):
-        fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", newer_than="step-1100", to="full")
 
 
 def test_a_glob_has_as_many_components_as_the_names(run_of_three: Path, tmp_path: Path) -> None:
@@ -79,26 +77,6 @@ def test_a_glob_has_as_many_components_as_the_names(run_of_three: Path, tmp_path
     attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*/actor", to="full")
     assert [attempt.name for attempt in attempts] == ["step-900/actor", "step-1100/actor"]
     assert (tmp_path / "out" / "step-900" / "actor").is_file()
-
-
-def test_a_wrong_command_is_said_once(run_of_three: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", to="full", world_size=3)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--newer-than", "step-1"),
-        ("--watch", "5"),
-        ("--each", "../*"),
-        ("--each", "/"),
-        ("--each", "step-*", "--newer-than", "nope"),
-    ],
-)
-def test_what_selects_nothing_is_a_wrong_command(options: tuple[str, ...], run_of_three: Path, run: Run) -> None:
-    assert run("convert", str(run_of_three), "out", *options).code == 2
 
 
 def test_a_link_to_a_sibling_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
@@ -146,13 +124,6 @@ def test_watching_tries_an_incomplete_one_again(
     assert waited == [30.0]
 
 
-def test_the_run_itself_is_never_written_to(run_of_three: Path, run: Run) -> None:
-    done = run("convert", str(run_of_three), str(run_of_three / "sub"), "--each", "step-*", "--to", "full")
-    assert done.code == 2
-    assert "lies inside the source" in done.err
-    assert not (run_of_three / "sub").exists()
-
-
 def test_a_link_to_itself_does_not_stop_the_others(run_of_three: Path, tmp_path: Path) -> None:
     (run_of_three / "step-1").symlink_to("step-1")
     attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", to="full")
@@ -167,12 +138,6 @@ def test_a_file_that_names_the_last_step_is_no_checkpoint(run_of_three: Path) ->
     (run_of_three / "latest_checkpointed_iteration.txt").write_text("1100")
     torch.save({"weight": torch.randn(3)}, run_of_three / "latest.pt")
     assert runs.find_checkpoints(str(run_of_three), "*", None) == ["latest.pt", *STEPS]
-
-
-def test_a_run_that_is_a_file_or_is_not_there_is_said(run_of_three: Path, tmp_path: Path) -> None:
-    for name, what in (("step-900/model.pt", "is a file"), ("gone", "does not exist")):
-        with pytest.raises(SourceMissingError, match=f"{name} {what}"):
-            fsdpckpt.convert_each(run_of_three / name, tmp_path / "out", "*", to="full")
 
 
 def test_one_of_another_kind_does_not_stop_the_others_even_if_it_comes_first(tmp_path: Path, run: Run) -> None:
@@ -204,7 +169,7 @@ def test_a_command_that_is_wrong_for_the_first_three_is_not_tried_on_all(
     monkeypatch.setattr(runs, "convert", counted)
     with pytest.raises(UsageError, match="applies only to sharded targets"):
         fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*", world_size=3)
-    assert len(tried) == 3
+    assert len(tried) == 3 and not (tmp_path / "out").exists()
 
 
 def test_an_error_that_stays_is_said_once_and_what_may_pass_is_tried_again(

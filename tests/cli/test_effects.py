@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.parameters import Parameter
+from fsdpckpt.ir.unit_lists import units_of_lists
+from fsdpckpt.ir.units import Unit
+from fsdpckpt.ir.units_json import encode
 from tests.cli.conftest import Run
+from tests.makers import GOLDEN as ALL_GOLDEN
+from tests.makers import copied
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "torch-2.4"
+GOLDEN = ALL_GOLDEN / "torch-2.4"
 DCP = GOLDEN / "f2_default" / "ckpt"
+ROOT_UNIT = Unit("", (Parameter("other.weight", (7, 5), DTYPES["float32"]),))
+OTHER = units_of_lists((ROOT_UNIT,), use_orig_params=False, parameters=("other.weight",))
 RANKS = ("--to", "sharded", "--container", "torch", "--world-size", "2")
 
 
@@ -33,13 +42,16 @@ def test_the_least_memory_that_is_suggested_suffices(run: Run, tmp_path: Path) -
         (("--buffers", "none", "--reference", "REFERENCE"), "--buffers and --reference"),
         (("--staging", "/nowhere"), "--staging"),
         (("--clean-names",), "--clean-names"),
+        (("--units", "UNITS"), "--units"),
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])
 def test_what_had_nothing_to_do_is_in_the_summary(
     run: Run, tmp_path: Path, options: tuple[str, ...], named: str, dry: bool
 ) -> None:
-    given = [str(DCP.parent / "truth" / "full.pt") if word == "REFERENCE" else word for word in options]
+    (tmp_path / "units.json").write_text(json.dumps(encode(OTHER)))
+    places = {"REFERENCE": str(DCP.parent / "truth" / "full.pt"), "UNITS": str(tmp_path / "units.json")}
+    given = [places.get(word, word) for word in options]
     done = run("convert", DCP, tmp_path / "out", *given, *(["--dry-run"] if dry else []))
     assert done.code == 0, done.err
     assert f"note: {named} had no effect: " in done.out
@@ -75,3 +87,17 @@ def test_the_report_lists_every_file(run: Run, tmp_path: Path, options: tuple[st
     inspected = json.loads(run("inspect", tmp_path / "out", "--json").out)
     if inspected["layout"] == "sharded":
         assert report["world_size"] == planned["world_size"] == inspected["world_size"] == 2
+
+
+def test_verify_says_what_it_could_not_prove(run: Run, tmp_path: Path) -> None:
+    """The raw optimizer files of four ranks, and nothing that says what they are slices of."""
+    raw = tmp_path / "raw files"
+    copied(GOLDEN / "f1_tiny_f")(raw)
+    done = run("verify", raw)
+    assert done.code == 0
+    assert "note: optimizer state stays keyed by id" in done.err
+    (raw / "units.json").write_text('{"format": "fsdpckpt-units"')
+    done = run("verify", raw, "--json")
+    assert done.code == 1
+    assert any("these units are not used" in problem["message"] for problem in json.loads(done.out)["problems"])
+    assert "\nwarning: " in run("inspect", raw).out

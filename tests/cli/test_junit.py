@@ -70,11 +70,3 @@ def test_every_end_without_a_result_is_an_error_and_replaces_an_earlier_success(
 def test_a_framework_that_does_not_resume_is_a_failure(run: Run, saved: Path, tmp_path: Path) -> None:
     assert run("verify", saved, "--for", "trainer", "--world-size", "6", "--junit", tmp_path / "a.xml").code == 1
     assert cases(tmp_path / "a.xml")["trainer resumes on 6 ranks"] == "failure"
-
-
-@pytest.mark.parametrize("name", ["notes.xml", "a.json", "-", "nowhere/a.xml"])
-def test_nothing_but_an_earlier_result_is_replaced(run: Run, saved: Path, tmp_path: Path, name: str) -> None:
-    (tmp_path / "notes.xml").write_text("<notes/>")
-    done = run("verify", saved, "--junit", name if name == "-" else tmp_path / name)
-    assert done.code in (2, 5) and "--junit" in done.err
-    assert (tmp_path / "notes.xml").read_text() == "<notes/>"

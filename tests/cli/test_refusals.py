@@ -90,6 +90,14 @@ def link(name: str, to: str) -> Change:
     return lambda here: (here / name).symlink_to(to)
 
 
+def several(here: Path) -> None:
+    for step in (900, 1000):
+        (here / "run" / f"step-{step}").mkdir(parents=True)
+        torch.save({"w": torch.ones(2)}, here / "run" / f"step-{step}" / "model.pt")
+
+
+NESTED = "--model tests.oracle.flat_models:Nested"
+WRAP = "--wrap tests.oracle.flat_models:Outer --wrap tests.oracle.flat_models:Perceptron"
 RANKS = "--to sharded --container torch --world-size 2"
 
 # fmt: off
@@ -99,7 +107,7 @@ ROWS: dict[str, list[Row]] = {
         no("convert a.pt b.pt --strategy zero3"), no("convert a.pt b.pt --flavor fairscale"), no("convert a.pt"),
         no("convert a.pt b.pt --world-size 0"), no("convert a.pt b.pt --rename no-equals-sign"),
         no("convert a.pt b.pt --max-memory lots"), no("inspect a.pt --section elsewhere"), no("inspect"),
-        no("diff a.pt"), no("diff a.pt b.pt --rtol -1"), no("units"), no("--nonsense"),
+        no("diff a.pt"), no("diff a.pt b.pt --rtol -1"), no("--nonsense"),
         no("convert DCP out more", "unexpected argument: more"),
     ],
     "an option that has no effect or cannot work": [
@@ -145,6 +153,39 @@ ROWS: dict[str, list[Row]] = {
             ("ls", "inspect"), ("info", "inspect"), ("compare", "diff"), ("check", "verify"), ("merge", "convert"),
             ("vrify", "verify"))),
     ],
+    "a file beside what is printed": [
+        *(no(f"inspect nowhere.pt --report {path}", words, code=code, omits=["rm "]) for path, code, words in (
+            ("-", 2, "takes the name of a file"), ("''", 2, "is empty"), ("/dev/full", 5, "pipe or a device"),
+            ("s3://bucket/report.html", 2, "written to a local file"), (".", 5, "one file"),
+            ("report.pdf", 2, "a report is an HTML page"), ("report", 2, "--report report.html"))),
+        *(no(f"verify SAVED --junit {name}", "--junit", code=code, make=put("notes.xml", "<notes/>"))
+          for name, code in (("notes.xml", 5), ("a.json", 2), ("-", 2), ("nowhere/a.xml", 5))),
+    ],
+    "a framework that cannot be asked for": [
+        no("verify SAVED --for trainr", "--for trainer"), no("verify SAVED --for TRAINER", "--for trainer"),
+        no("verify SAVED --world-size 2", "add --for FLAVOR"),
+        no("verify SAVED --for plain", omits=["next: --for plain"]),
+    ],
+    "units of a model": [
+        no("units", "--from SRC, --config DIR with --wrap CLASS, or --model"),
+        no(f"units {NESTED} --use-orig-params", "--wrap none", code=4),
+        no(f"units {NESTED} {WRAP} --use-orig-params --unit outer", "--unit has no effect"),
+        no("units --from x --wrap a:B", "--wrap has no effect"),
+        no("units --from no/such/place", "no/such/place", code=3),
+        no(f"units {NESTED} {WRAP} --use-orig-params --param-dtype int8", "int8"),
+        no(f"units {NESTED} {WRAP} --use-orig-params --strategy zero", "zero"),
+        no(f"units --model no_such_module:f {WRAP} --use-orig-params", "could not be imported"),
+    ],
+    "a selection of checkpoints": [
+        no(f"convert run out {options}", make=several) for options in (
+            "--newer-than step-1", "--watch 5", "--each ../*", "--each /", "--each 'step-*' --newer-than nope")
+    ] + [
+        no("convert run out --each 'step-*' --newer-than step-1000 --to full",
+           "matches --each 'step-*' after step-1000", code=3, make=several),
+        no("convert run run/sub --each 'step-*' --to full", "lies inside the source", make=several),
+        no("convert run/step-900/model.pt out --each '*' --to full", "step-900/model.pt is a file", code=3, make=several),
+        no("convert gone out --each '*' --to full", "gone does not exist", code=3),
+    ],
     "an empty argument": [
         no(command, "is empty", "shell variable") for command in (
             "convert '' x.pt", "convert SAVED ''", "convert '' ''", "inspect ''", "verify ''", "diff '' SAVED",
@@ -181,6 +222,7 @@ ROWS: dict[str, list[Row]] = {
            make=link("loop", "loop")),
         no("inspect /", "root of the file system", code=3),
         no("inspect /dev/null", "pipe or a device", code=3),
+        no("inspect pipe.pt", "is a pipe or a device", code=3, make=lambda here: os.mkfifo(here / "pipe.pt")),
         no("inspect oci://bucket/saved", "ocifs", code=3, omits=["pip install"]),  # fsspec says that it needs ocifs
         *(no(f"inspect {url}", code=3, omits=["complete URL"]) for url in ("hdfs:///user/x", "memory:///x")),
         no("verify HERE/runs", "HERE/runs contains 8 checkpoints", code=4,

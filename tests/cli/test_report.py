@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.cli.conftest import Run
@@ -62,26 +61,3 @@ def test_a_report_never_goes_into_the_checkpoint(run: Run, saved: Path, tmp_path
         assert (done.code, done.out) == (2, "")
         assert "never written to" in done.err
     assert [path.name for path in (tmp_path / "run").iterdir()] == [saved.name]
-
-
-@pytest.mark.parametrize(
-    ("path", "code", "message"),
-    [
-        ("-", 2, "takes the name of a file"),
-        ("", 2, "is empty"),
-        ("s3://bucket/report.html", 2, "written to a local file"),
-        ("/dev/full", 5, "pipe or a device"),
-        (".", 5, "one file"),
-        ("report.pdf", 2, "a report is an HTML page"),
-        ("report", 2, "--report report.html"),
-    ],
-)
-def test_a_path_that_cannot_be_a_report_is_refused_before_anything_is_read(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, code: int, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = run("inspect", tmp_path / "nowhere.pt", "--report", path)
-    assert done.code == code
-    assert message in done.err
-    assert "rm " not in done.err
-    assert list(tmp_path.iterdir()) == []

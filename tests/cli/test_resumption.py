@@ -41,19 +41,9 @@ def test_its_json_follows_the_schema(run: Run, saved: Path) -> None:
     assert "resumption" not in json.loads(run("verify", saved, "--json", "-q").out)
 
 
-def test_a_flavor_that_is_unknown_or_missing_is_a_mistake_in_the_command_line(run: Run, saved: Path) -> None:
-    done = run("verify", saved, "--for", "trainr")
-    assert done.code == 2 and "--for trainer" in done.err
-    done = run("verify", saved, "--world-size", "2")
-    assert done.code == 2 and "add --for FLAVOR" in done.err
-
-
 def test_one_file_of_fabrics_is_as_anyone_saves_it(run: Run, saved: Path, tmp_path: Path) -> None:
     assert run("convert", saved, tmp_path / "file", "--flavor", "fabric", "--to", "full", "--buffers", "none").code == 0
     assert run("verify", tmp_path / "file", "--for", "fabric").code == 0
-    done = run("verify", saved, "--for", "plain")
-    assert done.code == 2 and "next: --for plain" not in done.err
-    assert "--for trainer" in run("verify", saved, "--for", "TRAINER").err
 
 
 def test_what_torchtitan_opens_and_the_target_lacks_is_said(run: Run, saved: Path, tmp_path: Path) -> None:

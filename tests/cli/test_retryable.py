@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from fsdpckpt.storage import retry
 from fsdpckpt.storage.protocols import changed_error
 from fsdpckpt.storage.retry import HttpStatusError, ShortAnswerError, with_retries
 from fsdpckpt.storage.staging import Staging
-from tests.cli.conftest import Run
 
 
 def failing_request(error: BaseException, **more: object) -> FsdpckptError:
@@ -57,33 +55,26 @@ def test_a_store_that_does_not_answer_may_answer_later(
     assert retryable(failing_request(error, **more)) is expected
 
 
-def test_a_lost_worker_is_retryable_and_one_that_failed_is_what_its_error_is() -> None:
-    lost = Failure(2, "copy", "killed by SIGKILL", WorkerError.exit_code)
-    assert retryable(lost.error()) is True
-    for original in (SourceError("store", retryable=True), SourceMissingError("rank 3 has no file")):
-        failed = Failure(2, "read", original.what, 3, encode_error(original))
-        assert retryable(failed.error()) is original.retryable
-    assert retryable(Failure(0, "copy", "ValueError: a bug", 70, None).error()) is False
-
-
-def test_a_checkpoint_that_is_still_written_is_retryable() -> None:
-    assert retryable(changed_error("model.pt", "was written to")) is True
-
-
-def test_a_lock_that_is_held_is_retryable(tmp_path: Path) -> None:
-    first = Staging(str(tmp_path / "out"), directory=True)
+def lock_error(directory: Path) -> FsdpckptError:
+    first = Staging(str(directory / "out"), directory=True)
     with pytest.raises(TargetExistsError) as raised:
-        Staging(str(tmp_path / "out"), directory=True)
+        Staging(str(directory / "out"), directory=True)
     first.discard()
     first.close()
-    assert retryable(raised.value) is True
+    return raised.value
 
 
-def test_a_full_disk_and_a_bug_are_not() -> None:
+def of_a_worker(original: FsdpckptError) -> FsdpckptError:
+    """What the others raise when one has failed with this."""
+    return Failure(2, "read", original.what, 3, encode_error(original)).error()
+
+
+def test_what_ends_by_itself_is_retryable_and_what_a_rerun_meets_again_is_not(tmp_path: Path) -> None:
+    assert retryable(Failure(2, "copy", "killed by SIGKILL", WorkerError.exit_code).error()) is True
+    assert retryable(of_a_worker(SourceError("store", retryable=True))) is True
+    assert retryable(changed_error("model.pt", "was written to")) is True, "a checkpoint that is still written"
+    assert retryable(lock_error(tmp_path)) is True
+    assert retryable(of_a_worker(SourceMissingError("rank 3 has no file"))) is False
+    assert retryable(Failure(0, "copy", "ValueError: a bug", 70, None).error()) is False
     assert retryable(as_fsdpckpt_error(OSError(28, "No space left on device", "/mnt/out"))) is False
     assert retryable(as_fsdpckpt_error(ZeroDivisionError())) is False
-
-
-def test_the_document_of_a_command_says_it(run: Run, saved: Path, tmp_path: Path) -> None:
-    done = run("convert", tmp_path / "nothing", tmp_path / "out", "--json")
-    assert json.loads(done.out)["error"]["retryable"] is False

@@ -19,64 +19,44 @@ from tests.cli.conftest import Run
 PROGRAM = [sys.executable, "-m", "fsdpckpt"]
 
 
-def test_an_interrupt_with_json_is_a_document(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise Interruption
+# Kills itself at an import, by name or by number; before the program runs, Python itself takes some 20 ms.
+KILLED = """
+import os, sys
+class Finder:
+    left = {at!r}
+    def find_spec(self, name, *_):
+        if isinstance(self.left, int):
+            self.left -= 1
+        if self.left in (0, name):
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Finder())
+sys.argv = ['fsdpckpt', 'inspect', 'x', *sys.argv[1:]]
+from fsdpckpt.cli import main
+main()
+"""
+LATE = "fsdpckpt.cli.app"
 
-    monkeypatch.setattr("fsdpckpt.api.inspect", interrupted)
-    done = run("inspect", saved, "--json")
-    assert (done.code, done.err) == (130, "error: interrupted (Ctrl-C or a signal)\n")
-    assert json.loads(done.out)["error"]["exit_code"] == 130
 
-
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, None), (signal.SIGTERM, 0), (signal.SIGHUP, 1)])
-def test_a_signal_while_the_program_still_loads_is_130(number: int, rank: int | None) -> None:
-    code = (
-        "import os, sys, fsdpckpt.cli as program\n"
-        "class Slow:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'fsdpckpt.cli.app':\n"
-        f"            os.kill(os.getpid(), {int(number)})\n"
-        "sys.meta_path.insert(0, Slow())\n"
-        "sys.argv = ['fsdpckpt', 'inspect', 'x', *sys.argv[1:]]\n"
-        "program.main()\n"
-    )
+@pytest.mark.parametrize(
+    ("number", "at", "rank"),
+    [
+        (signal.SIGINT, LATE, None),
+        (signal.SIGTERM, LATE, 0),
+        (signal.SIGHUP, LATE, 1),
+        *((signal.SIGINT, imports, None) for imports in (6, 20, 60, 120, 200)),
+    ],
+)
+def test_a_signal_while_the_program_still_loads_is_130(number: int, at: str | int, rank: int | None) -> None:
     environment = {**os.environ, **({} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2"})}
-    for options in ([], ["--json"]):
-        command = [sys.executable, "-c", code, *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
+    for options in ([], ["--json"]) if at == LATE else ([],):
+        command = [sys.executable, "-c", KILLED.format(number=int(number), at=at), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
         assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
         if not options or rank:
             assert done.stdout == ""
         else:
             document = error_json(_interruption_error(Interruption()))
             assert json.loads(done.stdout) == {"schema": "fsdpckpt/error/1", **document}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_a_conversion_leaves_what_resume_needs_and_nothing_else(
-    tmp_path: Path, number: int
-) -> None:
-    torch.save({f"layer{n}.weight": torch.randn(1 << 20) for n in range(4)}, tmp_path / "a.pt")
-    code = (
-        "import os, sys\n"
-        "from fsdpckpt.storage.local import WritableFile\n"
-        "once = []\n"
-        "write = WritableFile.write\n"
-        "def stop(self, *arguments):\n"
-        f"    once or (once.append(1), os.kill(os.getpid(), {int(number)}))\n"
-        "    write(self, *arguments)\n"
-        "WritableFile.write = stop\n"
-        f"sys.argv = ['fsdpckpt', 'convert', {str(tmp_path / 'a.pt')!r}, {str(tmp_path / 'out' / 'dst')!r},"
-        " '--to', 'sharded']\n"
-        "from fsdpckpt.cli import main\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.rstrip().endswith(f"{tmp_path / 'out' / 'dst'} --to sharded")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".dst.fsdpckpt-staging"]
 
 
 @pytest.mark.parametrize(
@@ -97,30 +77,19 @@ def test_streams_that_are_closed_or_full_give_no_traceback(saved: Path, line: st
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
-def test_a_pipe_is_refused_and_never_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.pt")
-    command = [*PROGRAM, "inspect", str(tmp_path / "pipe.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 3
-    assert "is a pipe or a device" in done.stderr
-
-
-@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs")])
+@pytest.mark.parametrize(
+    ("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs"), ("abfss", "adlfs")]
+)
 def test_a_store_whose_package_is_missing_is_3_and_names_it(
     scheme: str, package: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(_registry, scheme, raising=False)  # what it imported for an earlier test
+    if scheme == "abfss":  # fsspec may know it by its package alone
+        monkeypatch.delitem(known_implementations, scheme, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    done = run("inspect", f"{scheme}://bucket/step-1")
+    done = run("inspect", f"{scheme}://runs@account.dfs.core.windows.net/step-1")
     assert done.code == 3
     assert f"\n  pip install {package}\n" in done.err
-
-
-def test_a_store_that_fsspec_knows_by_its_package_alone_names_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(_registry, "abfss", raising=False)
-    monkeypatch.delitem(known_implementations, "abfss", raising=False)
-    monkeypatch.setitem(sys.modules, "adlfs", None)
-    assert "\n  pip install adlfs\n" in run("inspect", "abfss://runs@account.dfs.core.windows.net/step-1").err
 
 
 def test_the_file_of_one_rank_points_to_its_directory_and_a_damaged_one_is_not_called_missing(
@@ -138,13 +107,6 @@ def test_the_file_of_one_rank_points_to_its_directory_and_a_damaged_one_is_not_c
     assert f"{one.name} is not a torch.save file (0 bytes)" in done.err
 
 
-def test_names_cannot_write_to_the_terminal(run: Run, tmp_path: Path) -> None:
-    torch.save({"a\n\x1b[2Jb": torch.randn(2, 2)}, tmp_path / "odd.pt")
-    assert run("inspect", tmp_path / "odd.pt", "--names-only").out == "a\\n\\x1b[2Jb\n"
-    assert "\x1b" not in run("inspect", tmp_path / "odd.pt").out
-    assert json.loads(run("inspect", tmp_path / "odd.pt", "--json").out)["tensors"][0]["key"] == "a\n\x1b[2Jb"
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
 def test_a_file_name_that_is_not_utf_8_can_be_shown(saved: Path, tmp_path: Path, encoding: str) -> None:
     name = os.fsencode(tmp_path) + b"/bad\xff.pt"
@@ -160,9 +122,6 @@ def test_a_directory_of_many_checkpoints_lists_them(run: Run, tmp_path: Path) ->
     for number in range(8):
         (tmp_path / f"run{number}x").mkdir()
         torch.save("no state dict", tmp_path / f"run{number}x" / "model.pt")
-    done = run("verify", tmp_path)
-    assert done.code == 4
-    assert f"{tmp_path} contains 8 checkpoints" in done.err
     shown = run("inspect", tmp_path)
     assert (shown.code, shown.out.count("  no\n")) == (3, 8), "none of them can be read"
 

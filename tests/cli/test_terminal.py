@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from fsdpckpt import flags
-from fsdpckpt.cli import output
 from fsdpckpt.cli.errors import show_error
 from fsdpckpt.cli.output import Lines, Streams, table_lines
 from fsdpckpt.errors import SourceError
-from fsdpckpt.text import JsonText, plural, size_text
+from fsdpckpt.text import JsonText, bytes_text, duration_text, plural, size_text
 
 
 def at_a_terminal(*arguments: str | Path, columns: int = 120) -> str:
@@ -72,17 +71,20 @@ def test_a_name_wider_than_the_terminal_is_cut_in_its_middle_and_no_line_is_fold
 
 
 def test_a_log_gets_lines_with_bytes_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "SECONDS_BETWEEN_LINES", 0.0)
-    printed: list[str] = []
-    lines = Lines(printed.append)
-    lines.begin("copy", 4 << 20)
-    time.sleep(0.01)
-    lines.advance(1 << 20)
+    clock = [0.0]
+    monkeypatch.setattr("fsdpckpt.cli.output.time.monotonic", lambda: clock[0])
+    shown: list[str] = []
+    lines = Lines(shown.append)
+    lines.begin("a quick stage", 100)
+    lines.advance(100)
     lines.end()
-    assert printed[0].startswith("copy: 1.0 MiB of 4.0 MiB (25 %), ")
-    assert "/s" in printed[0]
-    assert printed[0].endswith("s left")
-    assert len(printed) == 2
+    assert shown == []
+    lines.begin("copy", 100 << 30)
+    clock[0] = 100.0
+    lines.advance(10 << 30)
+    assert shown == ["copy: 10.0 GiB of 100.0 GiB (10 %), 102.4 MiB/s, 15 min 0 s left"]
+    lines.end()
+    assert len(shown) == 2
 
 
 def test_a_bar_stays_on_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +103,6 @@ def test_a_bar_stays_on_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch) 
     told = [frame for frame in frames if frame.strip()]
     assert any(re.search(r"of 999\.0 GiB \(\d+ %\) .* \d+ (s|min \d+ s) left", frame) for frame in told), told
     assert all(frame.startswith("verify ") and len(frame) <= 80 for frame in told), told
-
-
-def test_a_quick_stage_says_nothing_in_a_log() -> None:
-    printed: list[str] = []
-    lines = Lines(printed.append)
-    lines.begin("copy", 100)
-    lines.advance(100)
-    lines.end()
-    assert printed == []
 
 
 def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,10 +153,14 @@ def test_colours_are_for_terminals_unless_a_variable_says_otherwise(
     assert "\x1b[2J" not in first
 
 
-def test_sizes_and_counts_read_well() -> None:
+def test_sizes_times_and_counts_read_well() -> None:
     assert [size_text(n) for n in (0, 1023, 1024, 1536, 1 << 20, (1 << 30) - 1, 5 << 40)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 GiB", "5.0 TiB",
     ]  # fmt: skip
+    assert bytes_text(1) == "1 byte" and bytes_text(9_999) == "9,999 bytes"
+    assert bytes_text(3_843_594_918) == "3.6 GiB (3,843,594,918 bytes)"
+    times = ["0.0 s", "59.9 s", "1 min 0 s", "6 min 36 s", "2 h 5 min"]
+    assert [duration_text(seconds) for seconds in (0.04, 59.94, 59.96, 396, 7_500)] == times
     assert (plural(1, "tensor"), plural(1234567, "tensor")) == ("1 tensor", "1,234,567 tensors")
 
 

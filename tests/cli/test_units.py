@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 MODEL = ("--model", "tests.oracle.flat_models:Nested")
 WRAP = ("--wrap", "tests.oracle.flat_models:Outer", "--wrap", "tests.oracle.flat_models:Perceptron")
+OTHER_MODEL = ("--model", "tests.oracle.flat_models:TiedTransformer", "--wrap", "none")
 RANKS = 3
 
 
@@ -157,13 +158,7 @@ def test_units_the_checkpoint_contradicts_are_refused(
     arguments = {
         "one class less": (*MODEL, *WRAP[:2], flag(use_orig_params)),
         "the other alignment": (*MODEL, *WRAP, flag(not use_orig_params)),
-        "another model": (
-            "--model",
-            "tests.oracle.flat_models:TiedTransformer",
-            "--wrap",
-            "none",
-            flag(use_orig_params),
-        ),
+        "another model": (*OTHER_MODEL, flag(use_orig_params)),
     }[wrong]
     done = run("units", *arguments, "--from", ranks, "-o", tmp_path / "u.json")
     assert done.code == 3, done.out
@@ -176,8 +171,7 @@ def test_a_full_checkpoint_proves_names_and_shapes_of_the_models_units(run: Run,
     done = run("units", *MODEL, *WRAP, "--use-orig-params", "--from", tmp_path / "model.pt")
     assert done.code == 0
     assert f"names and shapes are those of {tmp_path / 'model.pt'}" in done.out
-    other = ("--model", "tests.oracle.flat_models:TiedTransformer", "--wrap", "none", "--use-orig-params")
-    done = run("units", *other, "--from", tmp_path / "model.pt")
+    done = run("units", *OTHER_MODEL, "--use-orig-params", "--from", tmp_path / "model.pt")
     assert done.code == 3
     assert "embed.weight is in the units, not in" in done.err
 
@@ -218,33 +212,6 @@ def test_a_checkpoint_alone_does_not_show_what_was_wrapped(run: Run, trained: tu
     done = run("units", "--from", ranks, "--reference", reference, "--json")
     assert done.code == 4
     assert "--unit" in json.loads(done.out)["error"]["next_step"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ((), 2, "--from SRC, --config DIR with --wrap CLASS, or --model"),
-        ((*MODEL, "--use-orig-params"), 4, "--wrap none"),
-        ((*MODEL, *WRAP, "--use-orig-params", "--unit", "outer"), 2, "--unit has no effect"),
-        (("--from", "x", "--wrap", "a:B"), 2, "--wrap has no effect"),
-        (("--from", "no/such/place"), 3, "no/such/place"),
-        ((*MODEL, *WRAP, "--use-orig-params", "--param-dtype", "int8"), 2, "int8"),
-        ((*MODEL, *WRAP, "--use-orig-params", "--strategy", "zero"), 2, "zero"),
-        (("--model", "no_such_module:f", *WRAP, "--use-orig-params"), 2, "could not be imported"),
-    ],
-)
-def test_a_missing_or_useless_option_is_reported(run: Run, arguments: tuple[str, ...], code: int, message: str) -> None:
-    done = run("units", *arguments)
-    assert (done.code, done.out) == (code, "")
-    assert message in done.err
-    assert "next: " in done.err
-
-
-def test_help_has_examples(run: Run) -> None:
-    done = run("units", "--help")
-    assert done.code == 0
-    assert "fsdpckpt units --from runs/step-1000" in done.out
-    assert "units" in run("--help").out
 
 
 def test_a_model_alone_is_flattened_as_fsdp_does_by_default(run: Run) -> None:

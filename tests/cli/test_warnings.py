@@ -12,6 +12,7 @@ import torch
 import fsdpckpt
 from tests.cli.conftest import Run
 from tests.cli.test_schemas import checked
+from tests.oracle.compare import optimizer_by_name
 
 
 @pytest.fixture
@@ -23,14 +24,7 @@ def state(tmp_path: Path) -> Path:
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     model(torch.randn(4, 5)).sum().backward()
     optimizer.step()
-    by_id = optimizer.state_dict()
-    names = ["weight", "bias"]
-    by_name = {
-        "state": {names[key]: states for key, states in by_id["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[key] for key in group["params"]]} for group in by_id["param_groups"]
-        ],
-    }
+    by_name = optimizer_by_name(model, optimizer)
     directory = tmp_path / "checkpoint-3"
     directory.mkdir()
     torch.save(dict(model.state_dict()), directory / "pytorch_model_fsdp.bin")
