@@ -75,23 +75,22 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("location", LOCATIONS)
-def test_a_location_is_shown_without_what_opens_it(location: str) -> None:
+def test_a_location_is_shown_without_what_opens_it(location: str, tmp_path: Path) -> None:
+    """In any text, in JSON, and in the names of directories that uploads are prepared in."""
     shown = LOCATIONS[location]
     assert without_credentials(location) == shown == without_credentials(shown)
     for around in ("{}", "cannot read {}: no answer", "see '{}', then", '<a href="{}">', "{}, or {}"):
         assert without_credentials(around.format(location, location)) == around.format(shown, shown)
+    document = json.dumps({"source": location, "said": f'"{location}"\n', "next": 1}, ensure_ascii=False)
+    assert json.loads(without_credentials(document)) == {"source": shown, "said": f'"{shown}"\n', "next": 1}
+    spool = Spool.of(location, str(tmp_path))
+    assert "hidden" not in spool.path and _OF_THE_HUB not in spool.path
+    assert Path(spool.path).relative_to(spool.root).parts[1:] == (shown_name(location),)
 
 
 @pytest.mark.parametrize("location", PLAIN)
 def test_a_location_without_credentials_is_shown_as_it_is(location: str) -> None:
     assert without_credentials(location) == location
-
-
-@pytest.mark.parametrize("location", LOCATIONS)
-def test_json_stays_json(location: str) -> None:
-    document = json.dumps({"source": location, "said": f'"{location}"\n', "next": 1}, ensure_ascii=False)
-    shown = json.loads(without_credentials(document))
-    assert shown == {"source": LOCATIONS[location], "said": f'"{LOCATIONS[location]}"\n', "next": 1}
 
 
 @pytest.mark.parametrize("location", LOCATIONS)
@@ -140,13 +139,6 @@ def test_long_texts_take_no_longer_than_their_length(text: str) -> None:
     began = time.process_time()
     without_credentials(text * 20_000 + " s3://bucket/x?")
     assert time.process_time() - began < 3.0
-
-
-@pytest.mark.parametrize("location", LOCATIONS)
-def test_no_directory_for_an_upload_is_called_by_a_secret(location: str, tmp_path: Path) -> None:
-    spool = Spool.of(location, str(tmp_path))
-    assert "hidden" not in spool.path and _OF_THE_HUB not in spool.path
-    assert Path(spool.path).relative_to(spool.root).parts[1:] == (shown_name(location),)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,12 @@ import torch
 import fsdpckpt
 from fsdpckpt import flags
 from fsdpckpt.cli.errors import error_json, error_text
-from fsdpckpt.errors import FsdpckptError, Leftover, SourceIncompleteError, TargetExistsError, UsageError
+from fsdpckpt.errors import Leftover, SourceIncompleteError, TargetExistsError, UsageError
 from fsdpckpt.flags import CommandFlag, Flag, Message, in_python
 from fsdpckpt.ir.checkpoint import Note, Problem
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
 from fsdpckpt.options.declare import Option, options_of
-from tests.cli.conftest import Run, run
-
-__all__ = ["run"]
 
 PACKAGE = Path(fsdpckpt.__file__).parent
 FLAGS = {str(value): value for value in vars(flags).values() if isinstance(value, Flag) and str(value)}
@@ -112,14 +109,6 @@ def test_a_name_with_the_marks_of_options_is_shown_as_it_is(tmp_path: Path) -> N
         assert shown.describe()["details"] == [odd]
     torch.save({odd: torch.ones(2), "\ufdd0": torch.ones(3)}, tmp_path / "odd.pt")
     assert [named.key for named in fsdpckpt.inspect(tmp_path / "odd.pt").tensors] == [odd, "\ufdd0"]
-
-
-def test_a_name_with_the_marks_of_options_is_listed_as_it_is(run: Run, tmp_path: Path) -> None:
-    odd = "a\ufdd0--units\ufdd1units\ufdd2b"
-    torch.save({odd: torch.ones(2)}, tmp_path / "odd.pt")
-    assert run("inspect", tmp_path / "odd.pt", "--names-only").out == "a\\ufdd0--units\\ufdd1units\\ufdd2b\n"
-    assert json.loads(run("inspect", tmp_path / "odd.pt", "--json").out)["tensors"][0]["key"] == odd
-    assert odd in run("inspect", tmp_path / "odd.pt", "--json").out
 
 
 def test_notes_and_problems_are_messages() -> None:
@@ -207,10 +196,6 @@ def test_no_message_has_an_option_as_text() -> None:
 def test_an_option_as_text_is_found() -> None:
     source = 'why = f"add --units FILE to {x}, `fsdpckpt units --from x`, --output_folder or --no-resume"\n"""--to"""'
     assert [option for _, option in bare_options(source)] == ["--units", "--no-resume"]
-
-
-def test_an_error_of_any_class_is_made_of_messages() -> None:
-    assert in_python(FsdpckptError(f"{flags.only('model')}").what) == "only='model'"
 
 
 def test_what_is_printed_has_no_coded_options() -> None:

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from fsdpckpt.cli.output import Name, table_lines
-from fsdpckpt.text import SHORTEST_WORD, fold, names_text, numbers_text, shorten
+from fsdpckpt.text import SHORTEST_WORD, fold, fold_notes, names_text, numbers_text, shorten
 
 
 def expanded(key: str) -> list[str]:
@@ -48,6 +48,7 @@ def test_gaps_are_written_and_never_filled() -> None:
     keys = [f"layers.{n}.experts.{e}.w1" for n in range(4) for e in range(8) if (n, e) != (1, 3)]
     assert folded(keys) == [("layers.{0,2..3}.experts.{0..7}.w1", 24), ("layers.1.experts.{0..2,4..7}.w1", 7)]
     assert folded([f"layers.{n}.mlp" for n in (0, 1, 2, 5, 9)]) == [("layers.{0..2,5,9}.mlp", 5)]
+    assert [numbers_text(each) for each in ((7,), (0, 1), (4, 9))] == ["7", "{0..1}", "{4,9}"]
     assert folded([f"layers.{n}.mlp" for n in range(1, 20, 2)]) == [("layers.{1..19..2}.mlp", 10)]
 
 
@@ -57,16 +58,8 @@ def test_only_what_agrees_is_folded() -> None:
 
 
 def test_numbers_within_words_and_with_leading_zeros_stay() -> None:
-    assert folded(["ff.w1", "ff.w2", "step_010.0", "07.x", "08.x", "a\0b", "..", ""]) == [
-        ("ff.w1", 1),
-        ("ff.w2", 1),
-        ("step_010.0", 1),
-        ("07.x", 1),
-        ("08.x", 1),
-        ("a\0b", 1),
-        ("..", 1),
-        ("", 1),
-    ]
+    keys = ["ff.w1", "ff.w2", "step_010.0", "07.x", "08.x", "a\0b", "..", ""]
+    assert folded(keys) == [(key, 1) for key in keys]
 
 
 def test_the_extras_of_ranks_are_one_key() -> None:
@@ -81,10 +74,6 @@ def test_random_keys_come_back_from_what_they_were_folded_into(seed: int) -> Non
     assert sorted(at for one in rows for at in one.members) == list(range(len(keys)))
     for one in rows:
         assert sorted(expanded(one.key)) == sorted(keys[at] for at in one.members)
-
-
-def test_one_number_has_no_braces() -> None:
-    assert [numbers_text(each) for each in ((7,), (0, 1), (4, 9))] == ["7", "{0..1}", "{4,9}"]
 
 
 def test_a_name_loses_its_middle_and_keeps_its_end() -> None:
@@ -141,3 +130,22 @@ def test_words_lose_letters_evenly(seed: int) -> None:
             lengths[at] -= 1
         else:
             assert list(map(len, shorten(key, width).split("."))) == lengths
+
+
+def test_equal_notes_that_differ_in_a_key_are_one_with_a_count_and_examples() -> None:
+    notes = [f"layers.{n}.norm.weight is cast to bfloat16" for n in range(7)]
+    assert fold_notes(["the order is that of the model", *notes, "the order is that of the model"]) == [
+        "the order is that of the model (2 times)",
+        "layers.0.norm.weight is cast to bfloat16 (and 6 more like this: layers.1.norm.weight, layers.2.norm.weight, "
+        "layers.3.norm.weight and 3 more)",
+    ]
+
+
+def test_what_differs_in_words_stays_apart_and_keeps_its_order() -> None:
+    notes = ["a.b is copied", "a.c is left out", "rank 3 has no file", "rank 4 has no file", "see docs/x.md."]
+    assert fold_notes(notes) == [
+        "a.b is copied",
+        "a.c is left out",
+        "rank 3 has no file (and 1 more like this: 4)",
+        "see docs/x.md.",
+    ]

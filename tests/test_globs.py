@@ -18,22 +18,8 @@ from tests.oracle.compare import identical
 
 __all__ = ["run"]
 
-ODD = [
-    "a[0].weight",
-    "a0.weight",
-    "b*",
-    "bc",
-    "c?d",
-    "ced",
-    "e\nf",
-    "g\x1b[1mh",
-    "{i,j}",
-    "i",
-    "k{0..2}",
-    "k1",
-    "[]",
-    "ü ",
-]
+ODD = ["a[0].weight", "a0.weight", "b*", "bc", "c?d", "ced", "e\nf", "g\x1b[1mh", "{i,j}", "i", "k{0..2}", "k1", "[]"]
+ODD += ["ü ", "a\ufdd0--units\ufdd1units\ufdd2b"]  # and one with the marks of options in messages
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,6 +65,10 @@ def test_each_key_can_be_typed_as_it_is_listed(run: Run, tmp_path: Path) -> None
     torch.save({key: torch.full((2,), float(at)) for at, key in enumerate(ODD)}, tmp_path / "odd.pt")
     lines = run("inspect", tmp_path / "odd.pt", "--names-only").out.splitlines()
     assert len(lines) == len(ODD)
+    assert lines[6:8] == ["e\\nf", "g\\x1b[1mh"] and lines[-1] == "a\\ufdd0--units\\ufdd1units\\ufdd2b"
+    assert "\x1b" not in run("inspect", tmp_path / "odd.pt").out, "a name cannot write to the terminal"
+    document = run("inspect", tmp_path / "odd.pt", "--json").out
+    assert [tensor["key"] for tensor in json.loads(document)["tensors"]] == ODD and ODD[-1] in document
     for key, line in zip(ODD, lines, strict=True):
         shown = json.loads(run("inspect", tmp_path / "odd.pt", "--keys", line, "--json").out)["tensors"]
         assert key in {tensor["key"] for tensor in shown}

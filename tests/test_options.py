@@ -145,16 +145,8 @@ def test_none_is_the_default() -> None:
 
 
 def test_a_record_holds_the_types_of_its_fields_whatever_it_is_made_from() -> None:
-    options = ConvertOptions.of(
-        to="full",
-        verify="full",
-        link="hardlink",
-        max_memory="1MiB",
-        include="a.*",
-        units=Path("units.json"),
-        dtype=torch.bfloat16,
-        rename={"a": "b"},
-    )
+    texts = {"to": "full", "verify": "full", "link": "hardlink", "max_memory": "1MiB", "include": "a.*"}
+    options = ConvertOptions.of(**texts, units=Path("units.json"), dtype=torch.bfloat16, rename={"a": "b"})
     assert (options.to, options.verify, options.link) == (Layout.FULL, VerifyLevel.FULL, LinkMode.HARDLINK)
     assert isinstance(options.verify, VerifyLevel)
     assert (options.max_memory, options.include, options.units) == (1 << 20, ("a.*",), "units.json")
@@ -224,37 +216,13 @@ def test_the_error_names_the_value_that_was_probably_meant(values: dict[str, obj
     assert error.value.next_step == next_step
 
 
-def test_python_refuses_the_values_that_the_command_line_refuses(tmp_path: Path) -> None:
-    path = str(tmp_path / "model.pt")
-    torch.save({"w": torch.ones(2)}, path)
-    for call in (
-        lambda: fsdpckpt.verify(path, threads=0),
-        lambda: fsdpckpt.inspect(path, stats=True, threads=0),
-        lambda: fsdpckpt.diff(path, path, threads=0),
-        lambda: fsdpckpt.diff(path, path, rtol=-1.0),
-        lambda: fsdpckpt.diff(path, path, rtol="x"),  # type: ignore[arg-type]
-        lambda: fsdpckpt.inspect(path, ranks="no"),  # type: ignore[arg-type]
-        lambda: fsdpckpt.StorageReader(path, threads=0),
-    ):
-        with pytest.raises(UsageError):
-            call()
+SIZES = {"1000": 1000, "128MiB": 128 << 20, "128mib": 128 << 20, "5GB": 5 * 10**9, "5 g": 5 * 10**9, "1.5KiB": 1536}
+SIZES |= {"2T": 2 * 10**12, "7B": 7}
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("1000", 1000),
-        ("128MiB", 128 << 20),
-        ("128mib", 128 << 20),
-        ("5GB", 5_000_000_000),
-        ("5 g", 5_000_000_000),
-        ("1.5KiB", 1536),
-        ("2T", 2_000_000_000_000),
-        ("7B", 7),
-    ],
-)
-def test_a_size_has_decimal_or_binary_units(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
+@pytest.mark.parametrize("text", SIZES)
+def test_a_size_has_decimal_or_binary_units(text: str) -> None:
+    assert parse_size(text) == SIZES[text]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from fsdpckpt.cli.entry import main
 from fsdpckpt.process import gc_frozen, gc_paused
 
 
@@ -19,14 +21,11 @@ def _collecting() -> Iterator[None]:
     gc.enable() if before else gc.disable()
 
 
-def test_nothing_is_collected_inside_and_the_collector_runs_again_after_an_error() -> None:
+def test_nothing_is_collected_inside_and_the_collector_is_afterwards_as_it_was() -> None:
     with pytest.raises(KeyError), gc_paused():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
-
-
-def test_a_caller_who_had_the_collector_off_keeps_it_off() -> None:
     gc.disable()
     with gc_paused():
         pass
@@ -74,3 +73,14 @@ def test_what_was_made_in_pauses_and_left_in_circles_is_collected() -> None:
         first = first or weakref.ref(made[0])
         del made
     assert first is not None and first() is None
+
+
+def test_a_program_that_goes_on_after_a_command_can_still_collect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = gc.get_freeze_count()
+    monkeypatch.setattr(sys, "argv", ["fsdpckpt", "version"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, gc.get_freeze_count()) == (0, before)
+    assert "fsdpckpt" in capsys.readouterr().out

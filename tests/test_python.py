@@ -73,18 +73,16 @@ def test_results_have_short_reprs_and_tables(saved: Path, tmp_path: Path) -> Non
     found = fsdpckpt.diff(saved, tmp_path / "other.pt")
     report = fsdpckpt.convert(saved, tmp_path / "out", to="sharded", world_size=2)
     tensor = described.tensors[0]
-    for shown in (
-        described,
-        verified,
-        found,
-        report,
-        described.checkpoint,
-        tensor,
-        tensor.tensor,
-        tensor.tensor.chunks,
-    ):
+    tensors = (tensor, tensor.tensor, tensor.tensor.chunks)
+    for shown in (described, verified, found, report, described.checkpoint, *tensors):
         assert len(repr(shown)) < 300 and "array(" not in repr(shown) and "\n" not in repr(shown)
     assert tensor.key in repr(tensor) and str(list(tensor.tensor.shape)) in repr(tensor)
+    assert repr(described).startswith(f"<{saved}: full, torch, world size 1, ")
+    assert "sharded, dcp (plain), 2 ranks" in repr(report) and " is whole: 24 tensors" in repr(verified)
+    assert f" 0 differ, 0 only in {saved}" in repr(fsdpckpt.diff(saved, tmp_path / "out"))
+    for truth, words in ((verified, "whole"), (found, "same")):  # ``assert verify(path)`` would pass for all of them
+        with pytest.raises(TypeError, match=words):
+            bool(truth)
     for result in (described, verified, found, report):
         page = result._repr_html_()
         assert page.startswith("<p>") and page.count("<table>") == page.count("</table>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from dataclasses import asdict
@@ -12,31 +13,36 @@ import pytest
 
 from fsdpckpt import worker
 from fsdpckpt.converters import PlannedFile, Report
+from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, OutputScope, VerifyLevel
-from fsdpckpt.process import ProcessRole, own_rank, rank_from_environment, started_as_worker
+from fsdpckpt.process import ProcessRole, first_host, own_rank, rank_from_environment, started_as_worker
 from fsdpckpt.progress import ProgressPipe, follow_progress
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
-SRUN = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7"}
+SRUN |= {"SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3"}
+SRUN |= {"SLURM_STEP_NODELIST": "gpu[03-04,7]"}
+BATCH = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
 
 
 @pytest.mark.parametrize(
     ("environment", "rank"),
-    [({}, None), (TORCHRUN, 3), (SRUN, 2), ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None), ({"RANK": "1"}, None)],
+    [
+        ({}, None),
+        ({"RANK": "1"}, None),
+        (TORCHRUN, 5),
+        (SRUN, 5),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),
+        (BATCH, None),
+    ],
 )
 def test_a_worker_knows_its_rank(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], rank: int | None
 ) -> None:
+    """A batch script that srun does not start, and a step of one task, are one process."""
     for name in {*TORCHRUN, *SRUN}:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -44,6 +50,43 @@ def test_a_worker_knows_its_rank(
     info = rank_from_environment()
     assert started_as_worker() is (info is not None) is (rank is not None)
     assert own_rank() == (info.rank if info is not None else 0) == (rank or 0)
+
+
+def test_torchrun_says_rank_and_where_to_meet() -> None:
+    info = rank_from_environment(TORCHRUN)
+    assert info is not None
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (5, 8, 1, 4)
+    assert (info.address, info.port, info.started_by) == ("node1", 29500, "torchrun")
+
+
+def test_srun_says_rank_and_all_tasks_of_a_step_find_one_port() -> None:
+    info, other = (
+        rank_from_environment(SRUN),
+        rank_from_environment({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}),
+    )
+    assert info is not None
+    assert other is not None
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (5, 7, 1, 3)
+    assert other.local_world_size == 2
+    assert (info.address, info.started_by) == ("gpu03", "srun")
+    assert info.port == other.port
+    third = rank_from_environment({**SRUN, "SLURM_STEP_ID": "3"})
+    assert third is not None
+    assert third.port != info.port
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu[03-07,9],login", "gpu03"), ("login,gpu[1-2]", "login"), ("a1", "a1"), ("r[1-2]-eth", "r1-eth")],
+)
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize("change", [{"RANK": "8"}, {"LOCAL_RANK": "4"}, {"RANK": "x"}, {"LOCAL_WORLD_SIZE": "9"}])
+def test_variables_that_contradict_are_a_usage_error(change: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        rank_from_environment({**TORCHRUN, **change})
 
 
 def test_one_of_all_workers_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +101,9 @@ def test_one_of_all_workers_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_cross_as_json_and_are_the_same() -> None:
-    given = ConvertOptions(
-        to=Layout.FLATTENED,
-        container=Container.TORCH,
-        unit=("a.*", "b"),
-        strategy=Strategy.NO_SHARD,
-        missing_state=MissingState.ZEROS,
-        only=Section.OPTIM,
-        rename=(("a", "b"), ("c", "")),
-        verify=VerifyLevel.FULL,
-        max_memory=5,
-    )
+    of_target = {"to": Layout.FLATTENED, "container": Container.TORCH, "unit": ("a.*", "b"), "only": Section.OPTIM}
+    changes = {"missing_state": MissingState.ZEROS, "rename": (("a", "b"), ("c", "")), "strategy": Strategy.NO_SHARD}
+    given = ConvertOptions(**of_target, **changes, verify=VerifyLevel.FULL, max_memory=5)  # type: ignore[arg-type]
     for options in (given, ConvertOptions()):
         received = ConvertOptions(**_through_json(asdict(options)))
         assert received == options
@@ -79,35 +114,30 @@ def test_options_cross_as_json_and_are_the_same() -> None:
 
 
 def _through_json(document: dict[str, object]) -> dict[str, object]:
-    import json
-
     found: dict[str, object] = json.loads(json.dumps(document))
     return found
 
 
 def test_a_report_crosses_as_json_and_is_the_same() -> None:
-    report = Report(
-        source="s",
-        target="t",
-        layout="full",
-        container="torch",
-        flavor="plain",
-        world_size=None,
-        tensors=1,
-        parameters=2,
-        bytes_read=3,
-        bytes_written=4,
-        peak_memory_planned=5,
-        threads=6,
-        seconds=0.5,
-        dry_run=False,
-        verified="full",
-        notes=(Note("cast", "m", "k", ("a", "b")),),
-        files=(PlannedFile("p", 9),),
-        source_files=1,
-        evidence=("e",),
-        workers=4,
-    )
+    words = {
+        "source": "s",
+        "target": "t",
+        "layout": "full",
+        "container": "torch",
+        "flavor": "plain",
+        "verified": "full",
+    }
+    counts = {
+        "tensors": 1,
+        "parameters": 2,
+        "bytes_read": 3,
+        "bytes_written": 4,
+        "peak_memory_planned": 5,
+        "threads": 6,
+    }
+    made = {"notes": (Note("cast", "m", "k", ("a", "b")),), "files": (PlannedFile("p", 9),), "evidence": ("e",)}
+    run = {"world_size": None, "seconds": 0.5, "dry_run": False, "source_files": 1, "workers": 4}
+    report = Report(**words, **counts, **made, **run)  # type: ignore[arg-type]
     assert Report.from_json(_through_json(report.to_json())) == report
     (note,) = report.to_json()["notes"]  # type: ignore[misc]
     assert note.keys() == {"kind", "message", "key", "keys", "warning", "damage"}

@@ -33,19 +33,8 @@ MISSING_SOURCE = 3
 REFUSED = {"demo-run/two": 4}  # a page shows what this command prints when it needs more information
 
 
-def commands(page: Path) -> list[str]:
-    """The ``fsdpckpt`` commands of a page's console blocks, in order."""
-    found = []
-    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True) if line.startswith("$ ") else []
-            if "fsdpckpt" in words:
-                found.append(shlex.join(words))
-    return found
-
-
-def outputs(page: Path) -> dict[str, list[str]]:
-    """The lines that a page shows below each command."""
+def shown_on(page: Path) -> dict[str, list[str]]:
+    """The commands of a page's console blocks, in order, and the lines that it shows below each."""
     found: dict[str, list[str]] = {}
     for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
         shown: list[str] = []
@@ -57,8 +46,13 @@ def outputs(page: Path) -> dict[str, list[str]]:
     return found
 
 
+def commands(page: Path) -> list[str]:
+    """Those of fsdpckpt."""
+    return [command for command in shown_on(page) if "fsdpckpt" in shlex.split(command)]
+
+
 COMMANDS = {page.name: commands(page) for page in PAGES}
-OUTPUTS = {page.name: outputs(page) for page in PAGES}
+OUTPUTS = {page.name: shown_on(page) for page in PAGES}
 
 
 @pytest.fixture(scope="session")
