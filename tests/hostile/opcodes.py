@@ -36,13 +36,9 @@ def call_forms(module: str, attribute: str, *arguments: bytes) -> dict[str, byte
         "NEWOBJ": P2 + named + b"(" + given + b"t\x81.",
         "NEWOBJ_EX": P4 + named + b"(" + given + b"t}\x92.",
         "STACK_GLOBAL": P4 + stack_global(module, attribute) + b"(" + given + b"tR.",
-        "names from the memo": P4
-        + text(module)
-        + b"\x940"
-        + text(attribute)
-        + b"\x940h\x00h\x01\x93("
-        + given
-        + b"tR.",
+        "names from the memo": b"".join(
+            (P4, text(module), b"\x940", text(attribute), b"\x940h\x00h\x01\x93(", given, b"tR.")
+        ),
         "BUILD": P2 + named + b"(" + given + b"t}" + text("__setstate__") + named + b"sb.",
         "in a dict of a state": P2 + b"}" + text("model") + b"}" + text("w") + named + b"(" + given + b"tRss.",
         "called twice": P2 + named + b")R(" + given + b"tR.",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
+import zipfile
 from itertools import product
+from pathlib import Path
 
 from tests.hostile.opcodes import P2, P4, integer, name, text, tuple_bomb
 
-__all__ = ["ATTACKS", "BOMBS", "GADGETS"]
+__all__ = ["ATTACKS", "BOMBS", "GADGETS", "dcp_directory", "torch_file"]
 
 _TOUCH = "touch CANARY"
 GADGETS: dict[tuple[str, str], tuple[bytes, ...]] = {
@@ -60,6 +62,11 @@ GADGETS: dict[tuple[str, str], tuple[bytes, ...]] = {
     ("__main__", "anything"): (),
 }
 
+
+def joined(*parts: bytes) -> bytes:
+    return b"".join(parts)
+
+
 _NAMESPACE = name("argparse", "Namespace")
 _METADATA = name("torch.distributed.checkpoint.metadata", "Metadata")
 _ORDERED = name("collections", "OrderedDict")
@@ -73,23 +80,20 @@ ATTACKS: dict[str, bytes] = {
     "BINPERSID of a name": P2 + name("torch", "FloatStorage") + b"Q.",
     "BINPERSID of another tuple": P2 + b"(" + text("storage") + text("os") + text("0") + text("cpu") + b"K\x01tQ.",
     "BINPERSID of a list": P2 + b"]Q.",
-    "a storage with a negative size": P2
-    + b"("
-    + text("storage")
-    + name("torch", "FloatStorage")
-    + text("0")
-    + text("cpu")
-    + integer(-1)
-    + b"tQ.",
+    "a storage with a negative size": joined(
+        P2, b"(", text("storage"), name("torch", "FloatStorage"), text("0"), text("cpu"), integer(-1), b"tQ."
+    ),
     "a tensor without arguments": P2 + name("torch._utils", "_rebuild_tensor_v2") + b")R.",
     "a tensor of text": P2 + name("torch._utils", "_rebuild_tensor_v2") + b"(" + text("a") * 6 + b"tR.",
-    "a tensor of a type that is called": P2
-    + name("torch._tensor", "_rebuild_from_type_v2")
-    + b"("
-    + name("torch._utils", "_rebuild_wrapper_subclass")
-    + name("torch", "Tensor")
-    + b")"
-    + b"NtR.",
+    "a tensor of a type that is called": joined(
+        P2,
+        name("torch._tensor", "_rebuild_from_type_v2"),
+        b"(",
+        name("torch._utils", "_rebuild_wrapper_subclass"),
+        name("torch", "Tensor"),
+        b")",
+        b"NtR.",
+    ),
     "a storage type that is called": P2 + name("torch", "FloatStorage") + b"K\x05\x85R.",
     "getattr of a module": P2 + name("builtins", "getattr") + name("torch", "Tensor") + text("__globals__") + b"\x86R.",
     "a dtype with a state": P2 + name("torch", "float32") + b"}" + text("module") + text("os") + b"sb.",
@@ -169,20 +173,17 @@ BOMBS: dict[str, bytes] = {
     "a tuple a million deep": P2 + b"N" + b"\x85" * 1_000_000 + b".",
     "a list 100,000 deep": P2 + b"]" * 100_000 + b"a" * 99_999 + b".",
     "a dict 100,000 deep": P2 + b"}" + b"Nq\x000" + b"K\x01}" * 100_000 + b"s" * 100_000 + b".",
-    "an object 100,000 deep": P2
-    + (_NAMESPACE + b")\x81")
-    + b"".join([_NAMESPACE + b")\x81"] * 20_000)
-    + b"b" * 20_000
-    + b".",
+    "an object 100,000 deep": joined(
+        P2, _NAMESPACE + b")\x81", b"".join([_NAMESPACE + b")\x81"] * 20_000), b"b" * 20_000, b"."
+    ),
     "DUP doubles": P2 + b"}N" + b"2\x86" * 100 + b"Ns.",
     "ten lists of ten lists": P2 + _laughs(b"]", b"e", 40) + b".",
     "ten tuples of ten tuples": P2 + _laughs(b"", b"t", 40) + b".",
     "ten dicts of ten dicts": P2 + _DICTS + b".",
     "calls of calls": P2 + _REDUCED + b".",
-    "lists and tuples in turn": P2
-    + b"Nq\x00"
-    + b"".join(b"](h%ch%ceh%c\x86q%c" % (n, n, n, n + 1) for n in range(90))
-    + b".",
+    "lists and tuples in turn": joined(
+        P2, b"Nq\x00", b"".join(b"](h%ch%ceh%c\x86q%c" % (n, n, n, n + 1) for n in range(90)), b"."
+    ),
     "a list in itself": P2 + b"]q\x00h\x00a.",
     "a dict in itself": P2 + b"}q\x00" + text("a") + b"h\x00s.",
     "an object in itself": P2 + _NAMESPACE + b")\x81q\x00}" + text("a") + b"h\x00sb.",
@@ -191,25 +192,34 @@ BOMBS: dict[str, bytes] = {
     "32,768 keys of one hash": P2 + _MEMO + b"}(" + b"N".join(_ONE_HASH) + b"Nu.",
     "32,768 keys of one hash, set one by one": P2 + _MEMO + b"}" + b"".join(key + b"Ns" for key in _ONE_HASH) + b".",
     "a set of 32,768 of one hash": P4 + _MEMO + b"\x8f(" + b"".join(_ONE_HASH) + b"\x90.",
-    "a set made of 32,768 of one hash": P2
-    + _MEMO
-    + name("builtins", "set")
-    + (b"](" + b"".join(_ONE_HASH) + b"e\x85R."),
+    "a set made of 32,768 of one hash": joined(
+        P2, _MEMO, name("builtins", "set"), b"](" + b"".join(_ONE_HASH) + b"e\x85R."
+    ),
     "a frozen set of 32,768 of one hash": P4 + _MEMO + b"(" + b"".join(_ONE_HASH) + b"\x91.",
     "an ordered dict of 32,768 of one hash": P2 + _MEMO + _ORDERED + b")R(" + b"N".join(_ONE_HASH) + b"Nu.",
     "a state copied 100,000 times": _copies_of_a_state(30_000),
     "a list copied 100,000 times": _copies_by_calls(100_000),
-    "a large key hashed 100,000 times": P2
-    + b"}q\x00("
-    + b"N" * 200_000
-    + b"tq\x01"
-    + b"Ns"
-    + b"h\x01Ns" * 100_000
-    + b".",
-    "a large size used 100,000 times": P2
-    + b"("
-    + b"K\x01" * 100_000
-    + b"tq\x000]("
-    + (name("torch", "Size") + b"h\x00\x85R") * 20_000
-    + b"e.",
+    "a large key hashed 100,000 times": joined(
+        P2, b"}q\x00(", b"N" * 200_000, b"tq\x01", b"Ns", b"h\x01Ns" * 100_000, b"."
+    ),
+    "a large size used 100,000 times": joined(
+        P2, b"(", b"K\x01" * 100_000, b"tq\x000](", (name("torch", "Size") + b"h\x00\x85R") * 20_000, b"e."
+    ),
 }
+
+
+def torch_file(path: Path, data: bytes) -> Path:
+    """A torch file with this pickle."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", data)
+        archive.writestr("a/version", "3\n")
+        archive.writestr("a/data/0", bytes(64))
+    return path
+
+
+def dcp_directory(path: Path, data: bytes) -> Path:
+    """A DCP directory with this metadata."""
+    path.mkdir()
+    (path / ".metadata").write_bytes(data)
+    (path / "__0_0.distcp").write_bytes(b"x")
+    return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from tests.cli.conftest import Ran, Run, run, training_state
 from tests.hostile.opcodes import P2, call_forms
-from tests.hostile.pickles import ATTACKS, BOMBS, GADGETS
+from tests.hostile.pickles import ATTACKS, BOMBS, GADGETS, dcp_directory, torch_file
 
 __all__ = ["run"]
 
@@ -22,31 +21,12 @@ COMMANDS = ("inspect", "convert", "diff", "verify")
 LONGEST = 12  # lines of a message
 
 
-def _gadgets() -> dict[str, bytes]:
-    """Each name once, called in the first way there is."""
-    return {
-        f"{module}.{attribute}": next(iter(call_forms(module, attribute, *arguments).values()))
-        for (module, attribute), arguments in GADGETS.items()
-    }
-
-
-NAMES = _gadgets()
+# Each name once, called in the first way there is
+NAMES = {
+    f"{module}.{attribute}": next(iter(call_forms(module, attribute, *arguments).values()))
+    for (module, attribute), arguments in GADGETS.items()
+}
 HOSTILE = {title: data for title, data in (ATTACKS | BOMBS | NAMES).items() if len(data) < SMALL}
-
-
-def _torch_file(path: Path, data: bytes) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/data.pkl", data)
-        archive.writestr("a/version", "3\n")
-        archive.writestr("a/data/0", bytes(64))
-    return path
-
-
-def _dcp_directory(path: Path, data: bytes) -> Path:
-    path.mkdir()
-    (path / ".metadata").write_bytes(data)
-    (path / "__0_0.distcp").write_bytes(b"x")
-    return path
 
 
 def _arguments(command: str, source: Path, whole: Path, target: Path) -> list[str]:
@@ -74,7 +54,7 @@ def test_every_command_refuses_hostile_files_with_a_short_message(command: str, 
         if title in NAMES and number % len(COMMANDS) != COMMANDS.index(command):
             continue  # names outside the closed set are all alike: one command each
         # Every other file in both forms over the four commands.
-        make = _torch_file if (number + COMMANDS.index(command)) % 2 else _dcp_directory
+        make = torch_file if (number + COMMANDS.index(command)) % 2 else dcp_directory
         ran = run(*_arguments(command, make(tmp_path / f"{number}", data), whole, target))
         trouble = _trouble(ran)
         if trouble or os.path.lexists(target):
@@ -88,13 +68,8 @@ def test_the_program_itself_ends_with_code_3_and_no_traceback(command: str, tmp_
     whole = tmp_path / "whole.pt"
     torch.save(training_state(), whole)
     title = {"inspect": "os.system", "convert": "a key of 2^60 items", "diff": "an unknown opcode"}.get(command)
-    source = _torch_file(tmp_path / "hostile.pt", HOSTILE.get(title or "", P2 + b"]q\x00h\x00a."))
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdpckpt", *_arguments(command, source, whole, tmp_path / "target.pt")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    source = torch_file(tmp_path / "hostile.pt", HOSTILE.get(title or "", P2 + b"]q\x00h\x00a."))
+    words = [sys.executable, "-m", "fsdpckpt", *_arguments(command, source, whole, tmp_path / "target.pt")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     assert _trouble(Ran(done.returncode, done.stdout, done.stderr)) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hostile.pt", "whole.pt"]

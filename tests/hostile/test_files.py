@@ -69,18 +69,10 @@ def test_a_dcp_path_that_leaves_the_directory_is_refused(tmp_path: Path, path: s
 @pytest.mark.parametrize(
     "changes",
     [
-        {"offset": -1},
-        {"length": -1},
-        {"offset": 1 << 63},
-        {"offset": 1 << 80},
-        {"length": 1 << 63},
-        {"offset": 150},
-        {"file": "missing.distcp"},
-        {"file": "x" * 5000},
-        {"shape": (1 << 40, 1 << 40)},
-        {"shape": (1 << 62, 4)},
-        {"shape": (1,) * 500},
-        {"planner": {"w": (1 << 60,)}},
+        *({key: value} for key in ("offset", "length") for value in (-1, 1 << 63)),
+        *({"shape": shape} for shape in ((1 << 40, 1 << 40), (1 << 62, 4), (1,) * 500)),
+        *({"file": file} for file in ("missing.distcp", "x" * 5000)),
+        *({"offset": 1 << 80}, {"offset": 150}, {"planner": {"w": (1 << 60,)}}),
     ],
     ids=lambda changes: str(changes)[:40],
 )
@@ -187,26 +179,8 @@ def test_a_pickle_of_a_terabyte_is_refused_unread(tmp_path: Path) -> None:
     name, size = b"a/data.pkl", TERABYTE - 4096
     extra = struct.pack("<HHQQ", 1, 16, size, size)
     local = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 45, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF, len(name), len(extra))
-    central = struct.pack(
-        "<4sHHHHHHIIIHHHHHII",
-        b"PK\1\2",
-        45,
-        45,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0xFFFFFFFF,
-        0xFFFFFFFF,
-        len(name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        0,
-    )
+    sizes = (0xFFFFFFFF, 0xFFFFFFFF, len(name), len(extra))
+    central = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, *sizes, 0, 0, 0, 0, 0)
     head = local + name + extra + b"\x80\x02"
     directory = central + name + extra
     at = TERABYTE - len(directory) - 98
@@ -274,9 +248,7 @@ def tensor(shape: Any, offsets: Any, dtype: Any = "F32") -> dict[str, Any]:
         header({**tensor([1], [0, 4])}),
         header(b'{"w":' * 100_000 + b"1" + b"}" * 100_000),
         header(b'{"w":' + b"[" * 1_000_000),
-        header(
-            b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
-        ),
+        header(b"{%s,%s}" % (2 * (b'"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}',))),
         header(b'{"w":NaN}'),
         header(b'{"w":' + b"9" * 100_000 + b"}"),
         header(b"\xef\xbb\xbf{}"),

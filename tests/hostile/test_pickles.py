@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hostile.opcodes import P2, call_forms
-from tests.hostile.pickles import ATTACKS, BOMBS, GADGETS
+from tests.hostile.pickles import ATTACKS, BOMBS, GADGETS, dcp_directory, torch_file
 
 SECONDS = 5  # of processor time, for one file
 ROOT = Path(__file__).parents[2]
 DCP = "torch-2.4/f2_default/ckpt"
-
-
-def _archive(path: Path, data: bytes) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a/data.pkl", data)
-        archive.writestr("a/version", "3\n")
-        archive.writestr("a/data/0", bytes(64))
-    return path
 
 
 def _watched(directory: Path, pickles: dict[str, bytes]) -> dict[str, list[dict[str, Any]]]:
@@ -32,19 +23,11 @@ def _watched(directory: Path, pickles: dict[str, bytes]) -> dict[str, list[dict[
     directory.mkdir()
     paths: dict[str, str] = {}
     for number, (title, data) in enumerate(pickles.items()):
-        dcp = directory / f"{number}.dcp"
-        dcp.mkdir()
-        (dcp / ".metadata").write_bytes(data)
-        (dcp / "__0_0.distcp").write_bytes(b"x")
-        paths[str(dcp)] = title
-        paths[str(_archive(directory / f"{number}.pt", data))] = title
-    warm = [
-        _archive(directory / "warm.pt", P2 + b"}."),
-        _archive(directory / "cold.pt", P2),
-        ROOT / "tests/golden" / DCP,
-    ]
+        paths[str(dcp_directory(directory / f"{number}.dcp", data))] = title
+        paths[str(torch_file(directory / f"{number}.pt", data))] = title
+    warm = [torch_file(directory / "warm.pt", P2 + b"}."), torch_file(directory / "cold.pt", P2)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.sentry", *map(str, warm)],
+        [sys.executable, "-m", "tests.hostile.sentry", *map(str, warm), str(ROOT / "tests/golden" / DCP)],
         input="".join(f"{path}\n" for path in paths),
         capture_output=True,
         text=True,
@@ -64,12 +47,11 @@ def _watched(directory: Path, pickles: dict[str, bytes]) -> dict[str, list[dict[
     return found
 
 
-def _forms() -> dict[str, bytes]:
-    return {
-        f"{module}.{attribute} by {form}": data
-        for (module, attribute), arguments in GADGETS.items()
-        for form, data in call_forms(module, attribute, *arguments).items()
-    }
+FORMS = {
+    f"{module}.{attribute} by {form}": data
+    for (module, attribute), arguments in GADGETS.items()
+    for form, data in call_forms(module, attribute, *arguments).items()
+}
 
 
 def _trouble(seen: dict[str, Any]) -> str | None:
@@ -84,7 +66,7 @@ def _trouble(seen: dict[str, Any]) -> str | None:
 
 def test_no_way_of_calling_runs_anything_and_each_name_is_told(tmp_path: Path) -> None:
     wrong = {}
-    for title, both in _watched(tmp_path / "d", _forms()).items():
+    for title, both in _watched(tmp_path / "d", FORMS).items():
         gadget = title.partition(" by ")[0]
         for seen in both:
             # getattr itself may be named, for one pair of names: the message then names what it was asked for.
