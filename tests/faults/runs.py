@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.oracle.forked import run
 
-__all__ = ["Done", "Hook", "convert", "hidden", "removing", "same"]
+__all__ = ["Done", "Hook", "convert", "hidden", "faulty", "removing", "same"]
 
 Hook = tuple[int, str]
 """(n, code): what the process does before its n-th write."""
@@ -58,6 +58,12 @@ def convert(
     done = run(words, kind="plain", timeout=limit, env=environment)
     assert "Traceback" not in done.stderr, done.stderr
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def faulty(shim: str, calls: str, path: str | Path, nth: int, action: object, **more: str) -> dict[str, str]:
+    """The environment in which the ``nth`` of ``calls`` on ``path`` comes to ``action``."""
+    where = {"LD_PRELOAD": shim, "FAULT_CALLS": calls, "FAULT_PATH": str(path)}
+    return {**where, "FAULT_NTH": str(nth), "FAULT_DO": str(action), **more}
 
 
 def removing(path: Path) -> str:

@@ -14,22 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import DCP, FULL
-from tests.faults.runs import convert, hidden, removing, same
+from tests.faults.runs import convert, faulty, hidden, removing, same
 
 Whole = Callable[..., Path]
 # At every tenth write: the journal's thread comes to its turn, however busy the machine is.
 SYNCED_BETWEEN = "import time; time.sleep(0.05); written.clear()"
-
-
-def _faulty(shim: str, calls: str, path: str, nth: int, action: object, **more: str) -> dict[str, str]:
-    return {
-        "LD_PRELOAD": shim,
-        "FAULT_CALLS": calls,
-        "FAULT_PATH": path,
-        "FAULT_NTH": str(nth),
-        "FAULT_DO": str(action),
-        **more,
-    }
 
 
 @pytest.mark.parametrize("options", [FULL, DCP], ids=["full", "dcp"])
@@ -38,7 +27,7 @@ def test_reads_and_writes_that_transfer_a_part_are_gone_on_with(
 ) -> None:
     target = tmp_path / "target"
     whole(*options)
-    shorter = _faulty(shim, "pread,preadv,pwrite,write", str(tmp_path), 1, "short", FAULT_EVERY="1")
+    shorter = faulty(shim, "pread,preadv,pwrite,write", str(tmp_path), 1, "short", FAULT_EVERY="1")
     done = convert(source, target, *options, **shorter)
     assert done.code == 0, done.err
     assert same(whole(*options), target)
@@ -50,7 +39,7 @@ def test_a_read_error_is_3_names_the_file_and_can_be_resumed(
 ) -> None:
     target = tmp_path / "target"
     whole(*FULL)
-    done = convert(source, target, *FULL, **_faulty(shim, "pread,preadv", "source.pt", nth, errno.EIO))
+    done = convert(source, target, *FULL, **faulty(shim, "pread,preadv", "source.pt", nth, errno.EIO))
     assert done.code == 3, done.err
     assert re.search(rf"{source} cannot be read at offset \d+: Input/output error", done.err)
     assert not target.exists()
@@ -63,9 +52,8 @@ def test_a_read_error_is_3_names_the_file_and_can_be_resumed(
 
 @pytest.mark.parametrize("nth", [1, 3, 20])
 def test_a_source_that_ends_early_is_3_and_leaves_nothing(source: Path, tmp_path: Path, shim: str, nth: int) -> None:
-    done = convert(
-        source, tmp_path / "target", *FULL, **_faulty(shim, "pread,preadv", "source.pt", nth, "end", FAULT_EVERY="1")
-    )
+    shorter = faulty(shim, "pread,preadv", "source.pt", nth, "end", FAULT_EVERY="1")
+    done = convert(source, tmp_path / "target", *FULL, **shorter)
     assert done.code == 3, done.err
     assert sorted(os.listdir(tmp_path)) == ["source.pt"]
 
@@ -92,7 +80,7 @@ def test_whatever_the_disk_refuses_is_5_and_the_run_can_be_finished_later(
 ) -> None:
     target = tmp_path / "target"
     whole(*DCP)
-    faults = _faulty(shim, calls, "target.fsdpckpt-staging", nth, number)
+    faults = faulty(shim, calls, "target.fsdpckpt-staging", nth, number)
     done = convert(source, target, *DCP, hook=(10, SYNCED_BETWEEN), **faults)
     assert done.code == 5, done.err
     assert os.strerror(number) in done.err
@@ -108,7 +96,7 @@ def test_a_lost_write_that_only_the_journal_s_sync_is_told_of_ends_the_run(
     source: Path, tmp_path: Path, shim: str
 ) -> None:
     target = tmp_path / "target"
-    done = convert(source, target, *FULL, **_faulty(shim, "fdatasync", "output/target", 1, errno.EIO))
+    done = convert(source, target, *FULL, **faulty(shim, "fdatasync", "output/target", 1, errno.EIO))
     assert done.code == 5
     assert not target.exists()
 
@@ -169,26 +157,17 @@ def test_a_real_file_system_that_is_small_or_fills_or_is_read_only(
     mount = tmp_path / "mount"
     mount.mkdir()
     words = [str(source), str(whole(*DCP)), str(mount), what, *DCP]
-    done = subprocess.run(
-        ["unshare", "-rm", sys.executable, "-c", IN_NAMESPACE, *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = ["unshare", "-rm", sys.executable, "-c", IN_NAMESPACE, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "passed", done.stderr
 
 
-def test_a_staging_directory_that_vanishes_is_5(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    done = convert(source, target, *FULL, hook=(20, removing(hidden(target))))
-    assert done.code == 5, done.err
-    assert sorted(os.listdir(tmp_path)) == ["source.pt"]
-
-
-def test_the_parent_of_the_target_that_vanishes_is_5(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "below" / "target"
-    done = convert(source, target, *DCP, hook=(20, removing(target.parent)))
+@pytest.mark.parametrize(("target", "options"), [("target", FULL), ("below/target", DCP)])
+def test_a_staging_directory_or_a_parent_of_the_target_that_vanishes_is_5(
+    source: Path, tmp_path: Path, target: str, options: list[str]
+) -> None:
+    vanishes = hidden(tmp_path / target) if options == FULL else (tmp_path / target).parent
+    done = convert(source, tmp_path / target, *options, hook=(20, removing(vanishes)))
     assert done.code == 5, done.err
     assert sorted(os.listdir(tmp_path)) == ["source.pt"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import DCP
-from tests.faults.runs import convert, hidden, same
+from tests.faults.runs import convert, faulty, hidden, same
 from tests.oracle.forked import run
 from tests.oracle.session import Oracle
 
@@ -70,13 +70,8 @@ def test_what_dst_does_not_need_is_a_warning_and_the_run_succeeds(
 ) -> None:
     target = tmp_path / "target"
     whole(*DCP)
-    faults = {
-        "LD_PRELOAD": shim,
-        "FAULT_CALLS": calls,
-        "FAULT_PATH": path or str(tmp_path),
-        "FAULT_NTH": "1",
-    }
-    done = convert(source, target, *DCP, **faults, FAULT_DO=str(number), FAULT_EVERY="1")
+    faults = faulty(shim, calls, path or tmp_path, 1, number, FAULT_EVERY="1")
+    done = convert(source, target, *DCP, **faults)
     assert done.code == 0, done.err
     assert "warning:" in done.err and warning in " ".join(done.err.split())
     assert same(whole(*DCP), target)

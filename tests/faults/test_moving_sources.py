@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,50 +59,37 @@ def test_a_new_save_over_the_metadata_is_noticed(tmp_path: Path, whole: Whole) -
     assert f"{metadata} changed while it was read" in done.err
 
 
-def test_a_dcp_directory_without_metadata_is_still_being_written(tmp_path: Path, whole: Whole) -> None:
-    sharded = whole(*DCP)
-    (sharded / ".metadata").unlink()
-    (sharded / "fsdpckpt.json").unlink()
-    done = convert(sharded, tmp_path / "target", *FULL)
-    assert done.code == 3, done.err
-    assert ".metadata" in done.err
-    assert "still" in done.err
-    assert not (tmp_path / "target").exists()
+RANKS = ("--to", "sharded", "--container", "torch", "--world-size", "3", "--buffers", "none")
+LONGEST = "longest.distcp"
 
 
-def test_a_torch_file_that_is_still_growing_is_3(source: Path, tmp_path: Path) -> None:
-    data = source.read_bytes()
-    source.write_bytes(data[: len(data) * 2 // 3])
-    done = convert(source, tmp_path / "target", *FULL)
-    assert done.code == 3, done.err
-    assert sorted(os.listdir(tmp_path)) == ["source.pt"]
-
-
-def test_a_dcp_data_file_that_is_still_growing_is_3(tmp_path: Path, whole: Whole) -> None:
-    sharded = whole(*DCP)
-    victim = max(sharded.glob("*.distcp"))
-    os.truncate(victim, victim.stat().st_size // 2)
-    done = convert(sharded, tmp_path / "target", *FULL)
-    assert done.code == 3, done.err
-    assert victim.name in done.err
-    assert not (tmp_path / "target").exists()
-
-
-def test_a_safetensors_file_that_is_still_growing_is_3(tmp_path: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(3000))
+@pytest.mark.parametrize(
+    ("made", "missing", "short", "said"),
+    [
+        (DCP, [".metadata", "fsdpckpt.json"], None, [".metadata", "still"]),
+        (DCP, [], LONGEST, [LONGEST]),
+        (RANKS, ["fsdpckpt.json", "model_world_size_3_rank_1.pt"], None, ["rank_1"]),
+        (None, [], "source.pt", []),
+        ("safetensors", [], "source.pt", []),
+    ],
+    ids=["DCP without metadata", "DCP", "ranks", "torch", "safetensors"],
+)
+def test_a_checkpoint_that_is_still_being_written_is_3(
+    source: Path, tmp_path: Path, whole: Whole, made: Any, missing: list[str], short: str | None, said: list[str]
+) -> None:
+    if made == "safetensors":
+        header = json.dumps({"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
+        source = source.rename(tmp_path / "model.safetensors")
+        source.write_bytes(struct.pack("<Q", len(header)) + header + os.urandom(4000))
+    path = whole(*made) if isinstance(made, (list, tuple)) else source
+    for name in missing:
+        (path / name).unlink()
+    if short is not None:
+        victim = max(path.glob("*.distcp")) if path.is_dir() else path
+        said = [victim.name if each == LONGEST else each for each in said]
+        os.truncate(victim, victim.stat().st_size * 2 // 3)
+    before = sorted(os.listdir(tmp_path))
     done = convert(path, tmp_path / "target", *FULL)
     assert done.code == 3, done.err
-    assert sorted(os.listdir(tmp_path)) == ["model.safetensors"]
-
-
-def test_a_directory_of_rank_files_of_which_one_is_not_there_yet_is_3(
-    source: Path, tmp_path: Path, whole: Whole
-) -> None:
-    ranks = whole("--to", "sharded", "--container", "torch", "--world-size", "3", "--buffers", "none")
-    (ranks / "fsdpckpt.json").unlink()
-    (ranks / "model_world_size_3_rank_1.pt").unlink()
-    done = convert(ranks, tmp_path / "target", *FULL)
-    assert done.code == 3, done.err
-    assert "rank 1" in done.err or "[1]" in done.err or "rank_1" in done.err
+    assert all(words in done.err for words in said), done.err
+    assert sorted(os.listdir(tmp_path)) == before

@@ -67,22 +67,22 @@ def test_a_run_killed_at_any_system_call_leaves_nothing_or_everything(
         assert not hidden(target).exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("number", "options"), [(signal.SIGINT, FULL), (signal.SIGTERM, DCP), (signal.SIGHUP, FULL)])
 def test_a_signal_stops_the_run_and_names_the_command_that_goes_on(
-    source: Path, tmp_path: Path, whole: Whole, number: int
+    source: Path, tmp_path: Path, whole: Whole, number: int, options: list[str]
 ) -> None:
     target = tmp_path / "target"
-    stopped = convert(source, target, *FULL, hook=(20, f"os.kill(os.getpid(), {int(number)})"))
+    stopped = convert(source, target, *options, hook=(20, f"os.kill(os.getpid(), {int(number)})"))
     assert stopped.code == 130
     assert f"B done, kept in {hidden(target)} (delete it to give up)" in stopped.err
-    assert not hidden(target, "lock").exists()
+    assert sorted(os.listdir(tmp_path)) == [hidden(target).name, "source.pt"], "no lock, and nothing else"
     command = shlex.split(stopped.err.splitlines()[-1])  # on a line of its own, to be copied
     assert command[:2] == ["fsdpckpt", "convert"]
     assert not [word for word in command if "resume" in word]
     done = convert(source, target, *command[4:])
     assert done.code == 0, done.err
     assert "continued an interrupted run" in done.out
-    assert same(whole(*FULL), target)
+    assert same(whole(*options), target)
 
 
 def test_a_signal_before_anything_is_on_the_disk_leaves_nothing(source: Path, tmp_path: Path) -> None:

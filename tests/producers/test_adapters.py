@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # that the number of ranks ch
 
 PREFIX = "base_model.model."
 RANKS = 3
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def loaded(content: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -69,6 +70,16 @@ def automodel(path: Path, params: dict[str, torch.Tensor], optim: Any, model: st
         torch.save({"rank": rank}, path / "dataloader" / f"dataloader_dp_rank_{rank}.pt")
     torch.save({"step": 1, "epoch": 0}, path / "step_scheduler.pt")
     torch.save({"mean": torch.randn(3)}, path / "loss_tracker.pt")  # any stateful object of the recipe
+
+
+def nemo_rl(policy: Path, params: dict[str, torch.Tensor]) -> None:
+    """The same without what only the recipe of Automodel has."""
+    automodel(policy, params, FORMS["flattened"](params), model="weights/model", at="optimizer/optim")
+    (policy / "tokenizer").mkdir()
+    for name in ("rng", "dataloader"):
+        shutil.rmtree(policy / name)
+    for name in ("step_scheduler.pt", "loss_tracker.pt"):
+        (policy / name).unlink()
 
 
 def in_stages(params: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -118,8 +129,7 @@ def test_automodel_finds_its_adapter_in_the_file_that_it_opens_and_its_optimizer
 def test_an_adapter_of_another_framework_gets_the_form_that_most_jobs_load(tmp_path: Path) -> None:
     params = weights()
     model = {f"{PREFIX}{name}": value for name, value in params.items()}
-    order = "\n".join(model)
-    (tmp_path / "order.txt").write_text(order)
+    (tmp_path / "order.txt").write_text("\n".join(model))
     torch.save({"model": model, "optimizer": trained(params).state_dict()}, tmp_path / "full.pt")
     out = tmp_path / "out"
     fsdpckpt.convert(tmp_path / "full.pt", out, flavor="automodel", world_size=2, parameters=tmp_path / "order.txt")
@@ -133,9 +143,7 @@ def test_an_adapter_in_other_files_is_not_resumed_from(tmp_path: Path) -> None:
     params = weights()
     source = tmp_path / "epoch_0_step_1"
     automodel(source, params, FORMS["flattened"](params))
-    (source / "model" / "adapter_model.safetensors").rename(
-        source / "model" / "shard-00001-model-00001-of-00001.safetensors"
-    )
+    (source / "model" / "adapter_model.safetensors").rename(source / "model" / SHARD)
     resumption = fsdpckpt.verify(source, flavor="automodel", world_size=RANKS).resumption
     assert list(map(str, resumption.missing)) == ["no model/adapter_model.safetensors, which has the adapter"]
     fsdpckpt.convert(source, tmp_path / "out", world_size=2)
@@ -143,12 +151,8 @@ def test_an_adapter_in_other_files_is_not_resumed_from(tmp_path: Path) -> None:
 
 
 def test_nemo_rl_finds_its_adapter_too(tmp_path: Path) -> None:
-    params = weights()
     source = tmp_path / "policy"
-    automodel(source, params, FORMS["flattened"](params), model="weights/model", at="optimizer/optim")
-    (source / "tokenizer").mkdir()
-    for name in ("rng", "dataloader", "step_scheduler.pt", "loss_tracker.pt"):  # of the recipe, which NeMo-RL has not
-        shutil.rmtree(source / name) if (source / name).is_dir() else (source / name).unlink()
+    nemo_rl(source, weights())
     fsdpckpt.convert(source, tmp_path / "out", world_size=2)
     assert fsdpckpt.inspect(tmp_path / "out").to_json()["flavor"] == "nemo-rl"
     assert fsdpckpt.verify(tmp_path / "out", flavor="nemo-rl").resumption.resumes
@@ -157,14 +161,8 @@ def test_nemo_rl_finds_its_adapter_too(tmp_path: Path) -> None:
 
 
 def test_a_step_of_nemo_rl_is_its_policy_although_the_step_has_files_of_its_own(tmp_path: Path) -> None:
-    params = weights()
     policy = tmp_path / "step_3" / "policy"
-    automodel(policy, params, FORMS["flattened"](params), model="weights/model", at="optimizer/optim")
-    (policy / "tokenizer").mkdir()
-    for name in ("rng", "dataloader"):
-        shutil.rmtree(policy / name)
-    for name in ("step_scheduler.pt", "loss_tracker.pt"):
-        (policy / name).unlink()
+    nemo_rl(policy, weights())
     torch.save({"samples": 5}, tmp_path / "step_3" / "train_dataloader.pt")
     (tmp_path / "step_3" / "training_info.json").write_text("{}")
     for source in (tmp_path, tmp_path / "step_3", policy):
@@ -193,10 +191,8 @@ def test_the_way_out_of_two_candidates_leads_out(tmp_path: Path) -> None:
         with pytest.raises(NeedsInformationError) as error:
             fsdpckpt.inspect(source)
         file = f"{glob}adapter_model.safetensors"
-        assert f"if adapter_model.safetensors is no part of {step}/pytorch_model_fsdp_0, add " in str(
-            error.value.next_step
-        )
-        assert file in str(error.value.next_step)
+        said = str(error.value.next_step)
+        assert f"if adapter_model.safetensors is no part of {step}/pytorch_model_fsdp_0, add " in said and file in said
         assert fsdpckpt.inspect(source, ignore_file=[file]).to_json()["flavor"] == "trainer"
 
 
@@ -214,9 +210,7 @@ def test_the_way_to_take_the_model_alone_is_said_once(tmp_path: Path) -> None:
 def test_a_whole_model_never_takes_the_form_of_an_adapter(tmp_path: Path) -> None:
     torch.save({"model": {"up.weight": torch.randn(4, 3)}}, tmp_path / "whole.pt")
     fsdpckpt.convert(tmp_path / "whole.pt", tmp_path / "out", flavor="automodel", world_size=2)
-    assert [path.name for path in (tmp_path / "out" / "model").iterdir()] == [
-        "shard-00001-model-00001-of-00001.safetensors"
-    ]
+    assert [path.name for path in (tmp_path / "out" / "model").iterdir()] == [SHARD]
 
 
 @pytest.mark.parametrize(

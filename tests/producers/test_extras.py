@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import fsdpckpt
+from tests.oracle.compare import optimizer_by_name
 
 SOURCES = ("trainer", "accelerate", "lightning")
 
@@ -30,11 +31,6 @@ class Trained:
             self.optimizer.step()
             self.schedule.step()
 
-    def by_name(self) -> dict[str, Any]:
-        content, names = self.optimizer.state_dict(), [name for name, _ in self.model.named_parameters()]
-        groups = [{**group, "params": names} for group in content["param_groups"]]
-        return {"state": {names[key]: state for key, state in content["state"].items()}, "param_groups": groups}
-
     def save(self, producer: str, path: Path) -> Path:
         """Save as ``producer`` does, with the schedule where it keeps it."""
         state = self.schedule.state_dict()
@@ -44,7 +40,7 @@ class Trained:
             torch.save({**content, "lr_schedulers": [state], **version}, path / "last.ckpt")
             return path / "last.ckpt"
         torch.save(dict(self.model.state_dict()), path / "pytorch_model_fsdp.bin")
-        torch.save(self.by_name(), path / "optimizer.bin")
+        torch.save(optimizer_by_name(self.model, self.optimizer), path / "optimizer.bin")
         torch.save(state, path / ("scheduler.pt" if producer == "trainer" else "scheduler.bin"))
         if producer == "trainer":
             (path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
@@ -53,9 +49,8 @@ class Trained:
 
 def to_verl(source: Path, target: Path) -> tuple[dict[str, Any], str]:
     """The extras of the last of two ranks, and what was said of them."""
-    report = fsdpckpt.convert(
-        str(source), str(target), flavor="verl", to="sharded", world_size=2, buffers=["none"], mesh_device="cpu"
-    )
+    options: Any = {"flavor": "verl", "to": "sharded", "world_size": 2, "buffers": ["none"], "mesh_device": "cpu"}
+    report = fsdpckpt.convert(str(source), str(target), **options)
     extra: dict[str, Any] = torch.load(target / "extra_state_world_size_2_rank_1.pt", weights_only=False)
     return extra, "\n".join(note.message for note in report.notes)
 
@@ -95,19 +90,11 @@ def test_a_schedule_that_verls_would_stumble_over_is_left_out_and_said(producer:
 
 def test_entries_of_the_same_name_but_of_another_make_are_left_out_and_said(tmp_path: Path) -> None:
     trained = Trained()
-    flat = {
-        f"state.{name}.{key}": value
-        for name, state in trained.by_name()["state"].items()
-        for key, value in state.items()
-    }
-    for name in ("weight", "bias"):
-        flat.update(
-            {
-                f"param_groups.{name}.{key}": value
-                for key, value in trained.by_name()["param_groups"][0].items()
-                if key != "params"
-            }
-        )
+    named = optimizer_by_name(trained.model, trained.optimizer)
+    (group,) = named["param_groups"]
+    flat = {f"state.{name}.{key}": value for name, state in named["state"].items() for key, value in state.items()}
+    settings = [key for key in group if key != "params"]
+    flat |= {f"param_groups.{name}.{key}": group[key] for name in ("weight", "bias") for key in settings}
     own = {"lr_scheduler": {"last_epoch": 3}, "train_state": {"step": 3, "ntokens_seen": 71}, "rng": [{"torch": 1}]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,10 +108,8 @@ def test_verls_own_extras_stay_what_they_are(tmp_path: Path) -> None:
     trained = Trained()
     (tmp_path / "source").mkdir()
     source = trained.save("trainer", tmp_path / "source")
-    own = {
-        "lr_scheduler": StepLR(trained.optimizer, step_size=2).state_dict(),
-        "rng": {"cpu": 1, "numpy": 2, "random": 3},
-    }
+    schedule = StepLR(trained.optimizer, step_size=2).state_dict()
+    own = {"lr_scheduler": schedule, "rng": {"cpu": 1, "numpy": 2, "random": 3}}
     to_verl(source, tmp_path / "first")
     for rank in range(2):
         torch.save(own, tmp_path / "first" / f"extra_state_world_size_2_rank_{rank}.pt")

@@ -5,25 +5,25 @@ The loaders are those of the libraries, or call PyTorch exactly as they do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
 from tests.oracle.compare import identical
+from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+Saved = tuple[Path, dict[str, torch.Tensor]]
 
 
 class Net(nn.Module):
@@ -73,7 +73,7 @@ def names_file(path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A checkpoint by name, as ``get_state_dict`` lists it: in the order of the job's own groups."""
     model, optimizer = trained()
     weights, states = get_state_dict(model, optimizer)
@@ -91,9 +91,7 @@ def loaded(state: Any) -> dict[str, torch.Tensor]:
 # torch.optim: group by group.
 
 
-def test_a_plain_file_gets_the_ids_of_the_jobs_own_optimizer(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_a_plain_file_gets_the_ids_of_the_jobs_own_optimizer(saved: Saved, tmp_path: Path) -> None:
     source, expected = saved
     report = fsdpckpt.convert(source, tmp_path / "ids.pt", key_type="id")
     assert identical(loaded(torch.load(tmp_path / "ids.pt")["optimizer"]), expected)
@@ -102,9 +100,7 @@ def test_a_plain_file_gets_the_ids_of_the_jobs_own_optimizer(
     assert fsdpckpt.diff(source, tmp_path / "ids.pt").same
 
 
-def test_the_storage_reader_counts_ids_in_the_same_order(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_the_storage_reader_counts_ids_in_the_same_order(saved: Saved, tmp_path: Path) -> None:
     source, expected = saved
     model, optimizer = trained(seed=2)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -114,7 +110,7 @@ def test_the_storage_reader_counts_ids_in_the_same_order(
 
 
 def test_names_that_fsdp_sorted_are_counted_in_the_models_order_with_a_warning_and_by_parameters(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+    saved: Saved, tmp_path: Path
 ) -> None:
     source, expected = saved
     model, optimizer = trained()
@@ -132,22 +128,11 @@ def test_names_that_fsdp_sorted_are_counted_in_the_models_order_with_a_warning_a
     assert not identical(loaded(torch.load(tmp_path / "model.pt")["optimizer"]), expected)
 
 
-@contextmanager
-def ranks(rank: int, world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
-def test_verls_files_are_loaded_as_verl_loads_them(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, rank: int
-) -> None:
+def test_verls_files_are_loaded_as_verl_loads_them(saved: Saved, tmp_path: Path, rank: int) -> None:
     source, expected = saved
     fsdpckpt.convert(source, tmp_path / "verl", flavor="verl", world_size=2, mesh_device="cpu", buffers="rope")
-    with ranks(rank, 2):
+    with as_rank(rank, 2):
         model = Net(3)
         for module in (model.frozen, *model.body, model.gate):
             fully_shard(module)
@@ -161,14 +146,11 @@ def test_verls_files_are_loaded_as_verl_loads_them(
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_flat_parameters_are_counted_in_the_jobs_own_order(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, use_orig_params: bool
-) -> None:
+def test_flat_parameters_are_counted_in_the_jobs_own_order(saved: Saved, tmp_path: Path, use_orig_params: bool) -> None:
     source, expected = saved
     options = {"to": "flattened", "world_size": 1, "unit": ["body.*", "gate", "embed"], "key_type": "id"}
-    fsdpckpt.convert(
-        source, tmp_path / "flat", use_orig_params=use_orig_params, buffers="rope", exclude="frozen.*", **options
-    )  # type: ignore[arg-type]
+    options |= {"buffers": "rope", "exclude": "frozen.*", "use_orig_params": use_orig_params}
+    fsdpckpt.convert(source, tmp_path / "flat", **options)  # type: ignore[arg-type]
     states = torch.load(tmp_path / "flat/optim_world_size_1_rank_0.pt")
     listed = [id_ for group in states["param_groups"] for id_ in group["params"]]
     assert listed == list(range(len(listed)))
@@ -187,14 +169,18 @@ def by_lightning(states: Any, model: nn.Module, key_type: OptimStateKeyType) -> 
     return FullyShardedDataParallel.rekey_optim_state_dict(states, key_type, model)
 
 
+def unlike(one: Path, other: Path, **options: Any) -> list[str]:
+    """The keys in which the optimizers differ."""
+    entries = fsdpckpt.diff(one, other, **options).entries
+    return [entry.key for entry in entries if entry.sigil != "=" and entry.section == "optim"]
+
+
 def moments(states: Any) -> dict[str, torch.Tensor]:
     return {name: entry["exp_avg"] for name, entry in states["state"].items()}
 
 
 @pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel"])
-def test_lightning_names_the_ids_of_a_converted_file_as_they_were(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, flavor: str
-) -> None:
+def test_lightning_names_the_ids_of_a_converted_file_as_they_were(saved: Saved, tmp_path: Path, flavor: str) -> None:
     source, expected = saved
     target = tmp_path / "x.ckpt"
     with pytest.raises(NeedsInformationError, match="may be frozen parameters or buffers") as asked:
@@ -206,53 +192,40 @@ def test_lightning_names_the_ids_of_a_converted_file_as_they_were(
     assert [group["params"] for group in states["param_groups"]] == [[0, 6], [2, 3, 4, 5]]
     assert identical(moments(by_lightning(states, Net(5), OptimStateKeyType.PARAM_NAME)), expected)
     for pair in ((source, target), (target, source)):
-        found = fsdpckpt.diff(*pair)
-        assert [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"] == []
+        assert unlike(*pair) == []
+
+
+def saved_by_lightning(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The ids of its groups."""
+    weights, states = get_state_dict(model, optimizer)
+    ids = by_lightning(states, model, OptimStateKeyType.PARAM_ID)
+    torch.save({"state_dict": weights, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}, path)
+    return [group["params"] for group in ids["param_groups"]]
 
 
 def lightning_file(path: Path) -> dict[str, torch.Tensor]:
     model, optimizer = trained()
-    weights, states = get_state_dict(model, optimizer)
-    ids = by_lightning(states, model, OptimStateKeyType.PARAM_ID)
-    assert [group["params"] for group in ids["param_groups"]] == [[0, 6], [2, 3, 4, 5]]
-    torch.save({"state_dict": weights, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}, path)
+    assert saved_by_lightning(path, model, optimizer) == [[0, 6], [2, 3, 4, 5]]
     return truth(model, optimizer)
 
 
-def test_the_ids_of_lightnings_own_file_are_named_by_their_places(tmp_path: Path) -> None:
+@pytest.mark.parametrize("known_by", ["places", "a list", "a reference of the job, in another order"])
+def test_the_ids_of_lightnings_own_file_are_named_by_their_places(known_by: str, saved: Saved, tmp_path: Path) -> None:
     expected = lightning_file(tmp_path / "own.ckpt")
-    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "named.pt", flavor="plain", key_type="name")
-    assert identical(moments(torch.load(tmp_path / "named.pt")["optimizer"]), expected)
-    names = names_file(tmp_path / "names.txt")
-    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "listed.pt", flavor="plain", key_type="name", parameters=names)
-    assert identical(moments(torch.load(tmp_path / "listed.pt")["optimizer"]), expected)
-
-
-def test_a_reference_of_the_job_names_lightnings_ids_although_it_lists_them_in_another_order(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    source, _ = saved
-    expected = lightning_file(tmp_path / "own.ckpt")
-    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "named.pt", flavor="plain", key_type="name", reference=source)
+    given: dict[str, Any] = {"places": {}, "a list": {"parameters": names_file(tmp_path / "names.txt")}}
+    options = given.get(known_by, {"reference": saved[0]})
+    fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "named.pt", flavor="plain", key_type="name", **options)
     assert identical(moments(torch.load(tmp_path / "named.pt")["optimizer"]), expected)
 
 
 @pytest.mark.parametrize("known_by", ["model", "reference", "param_names"])
 def test_lightnings_ids_are_places_even_if_they_count_from_zero_without_gaps(tmp_path: Path, known_by: str) -> None:
-    torch.manual_seed(3)
-    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("z", "a", "m")})
-    parameters = dict(model.named_parameters())
-    own = ["m.weight", "z.weight", "a.weight"]  # all parameters in one group, in the optimizer's own order
-    listed: Any = [(name, parameters[name]) if known_by == "param_names" else parameters[name] for name in own]
-    optimizer = torch.optim.AdamW(listed, foreach=False)
-    sum(param.mul(torch.randn(4, 4)).sum() for param in parameters.values()).backward()  # type: ignore[union-attr]
-    optimizer.step()
+    model, optimizer = matrices(
+        "mzak", param_names=known_by == "param_names"
+    )  # one group, in the optimizer's own order
+    own = [f"{name}.weight" for name in "mzak"]
+    assert saved_by_lightning(tmp_path / "own.ckpt", model, optimizer) == [[0, 1, 2, 3]]
     weights, states = get_state_dict(model, optimizer)
-    ids = by_lightning(states, model, OptimStateKeyType.PARAM_ID)
-    assert ids["param_groups"][0]["params"] == [0, 1, 2]
-    torch.save(
-        {"state_dict": weights, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}, tmp_path / "own.ckpt"
-    )
     torch.save({"model": weights, "optimizer": states}, tmp_path / "named.pt")
     reference = tmp_path / "named.pt" if known_by == "reference" else None
     fsdpckpt.convert(tmp_path / "own.ckpt", tmp_path / "x.pt", flavor="plain", key_type="name", reference=reference)
@@ -262,7 +235,7 @@ def test_lightnings_ids_are_places_even_if_they_count_from_zero_without_gaps(tmp
         found = torch.load(tmp_path / "ids.pt")["optimizer"]
         expected = optimizer.state_dict()["state"]
         assert found["param_groups"][0].get("param_names", own) == own
-        assert all(identical(found["state"][number]["exp_avg"], expected[number]["exp_avg"]) for number in range(3))
+        assert all(identical(found["state"][number]["exp_avg"], expected[number]["exp_avg"]) for number in range(4))
 
 
 def test_lightnings_ids_count_group_by_group_in_a_plain_file_and_need_no_names_for_it(tmp_path: Path) -> None:
@@ -305,9 +278,7 @@ def name_of(model: nn.Module, param: Any) -> str:
 # diff.
 
 
-def test_diff_sees_the_order_inside_a_group_and_a_list_from_a_tuple(
-    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_diff_sees_the_order_inside_a_group_and_a_list_from_a_tuple(saved: Saved, tmp_path: Path) -> None:
     source, _ = saved
     for change in (lambda names: [*names[::-1]], tuple):
         content = torch.load(source)
@@ -335,26 +306,33 @@ def matrices(*own: str, param_names: bool = False) -> tuple[nn.Module, torch.opt
     return model, optimizer
 
 
-def saved_by_lightning(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    weights, states = get_state_dict(model, optimizer)
-    ids = by_lightning(states, model, OptimStateKeyType.PARAM_ID)
-    torch.save({"state_dict": weights, "optimizer_states": [ids], "pytorch-lightning_version": "2.6.0"}, path)
-
-
-@pytest.mark.parametrize("own", [("mz", "ak"), ("kmaz",)])
-def test_diff_matches_lightnings_ids_without_gaps_by_their_places(tmp_path: Path, own: tuple[str, ...]) -> None:
-    model, optimizer = matrices(*own)
+@pytest.mark.parametrize(
+    ("own", "known_by"),
+    [
+        (("mz", "ak"), "their names"),
+        (("kmaz",), "their names"),
+        (("mzak",), "param_names"),
+        (("mzak",), "the order that is given"),
+    ],
+)
+def test_diff_matches_lightnings_ids_without_gaps_by_their_places(
+    tmp_path: Path, own: tuple[str, ...], known_by: str
+) -> None:
+    """With names, or with the ids of torch.optim."""
+    model, optimizer = matrices(*own, param_names=known_by == "param_names")
     saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
     weights, states = get_state_dict(model, optimizer)
-    torch.save({"model": weights, "optimizer": states}, tmp_path / "named.pt")
-    for pair in (("own.ckpt", "named.pt"), ("named.pt", "own.ckpt")):
-        found = fsdpckpt.diff(*(tmp_path / name for name in pair))
-        assert [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"] == []
-    states["state"]["m.weight"]["exp_avg"] = states["state"]["m.weight"]["exp_avg"] + 1
-    torch.save({"model": weights, "optimizer": states}, tmp_path / "changed.pt")
-    found = fsdpckpt.diff(tmp_path / "changed.pt", tmp_path / "own.ckpt")
-    changed = [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"]
-    assert changed == ["m.weight.exp_avg"]
+    content = {"model": weights, "optimizer": states if known_by == "their names" else optimizer.state_dict()}
+    torch.save(content, tmp_path / "other.pt")
+    (tmp_path / "order.txt").write_text("\n".join(f"{name}.weight" for name in "mzak"))
+    options = {"parameters": tmp_path / "order.txt"} if known_by == "the order that is given" else {}
+    for pair in (("own.ckpt", "other.pt"), ("other.pt", "own.ckpt")):
+        differing = unlike(*(tmp_path / name for name in pair), **options)
+        assert not [key for key in differing if known_by != "param_names" or ".exp_avg" in key]
+    if known_by == "their names":
+        states["state"]["m.weight"]["exp_avg"] = states["state"]["m.weight"]["exp_avg"] + 1
+        torch.save({"model": weights, "optimizer": states}, tmp_path / "changed.pt")
+        assert unlike(tmp_path / "changed.pt", tmp_path / "own.ckpt") == ["m.weight.exp_avg"]
 
 
 def test_diff_does_not_match_places_in_the_model_by_position_where_buffers_make_them_doubtful(tmp_path: Path) -> None:
@@ -373,24 +351,6 @@ def test_diff_does_not_match_places_in_the_model_by_position_where_buffers_make_
     assert "--buffers" in str(asked.value.next_step)
     found = fsdpckpt.diff(tmp_path / "named.pt", tmp_path / "own.ckpt", buffers="scale")
     assert {entry.key for entry in found.entries if entry.sigil == "*"} == {"param_groups.0.params"}
-
-
-def test_diff_matches_lightnings_ids_with_those_of_torch_optim_by_param_names(tmp_path: Path) -> None:
-    model, optimizer = matrices("mzak", param_names=True)
-    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
-    for pair in (("own.ckpt", "ids.pt"), ("ids.pt", "own.ckpt")):
-        found = fsdpckpt.diff(*(tmp_path / name for name in pair))
-        assert [entry.key for entry in found.entries if entry.sigil != "=" and ".exp_avg" in entry.key] == []
-
-
-def test_diff_names_the_ids_of_both_sides_where_the_order_is_given(tmp_path: Path) -> None:
-    model, optimizer = matrices("mzak")
-    saved_by_lightning(tmp_path / "own.ckpt", model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ids.pt")
-    (tmp_path / "order.txt").write_text("\n".join(f"{name}.weight" for name in "mzak"))
-    found = fsdpckpt.diff(tmp_path / "own.ckpt", tmp_path / "ids.pt", parameters=tmp_path / "order.txt")
-    assert [entry.key for entry in found.entries if entry.sigil != "=" and entry.section == "optim"] == []
 
 
 def test_the_storage_reader_reads_lightnings_ids_without_gaps_as_places(tmp_path: Path) -> None:

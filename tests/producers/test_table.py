@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,70 +19,57 @@ from tests.flat.flat_synthetic import checkpoint
 META, DCP = "meta.pt", ".metadata"
 
 
+STEP, LATEST, VERL = {"directory": "/run/step-20/"}, {"directory": "/run/latest"}, "model_world_size_2_rank_1.pt"
+AT_THE_TOP, IN_MODEL = {"model": (), "flattened": True}, {"model": ("model",), "flattened": True}
+NEITHER, PARTS = {"model": (), "optim": ()}, ["weights", "optimizer"]
+
+
 @pytest.mark.parametrize(
-    ("names", "directory", "keys", "flavor"),
+    ("names", "known", "flavor"),
     [
-        (["pytorch_model_fsdp.bin", "optimizer.bin"], "/a", [], "accelerate"),
-        (["pytorch_model_fsdp_rank3.bin", "optimizer_0"], "/a", [], "accelerate"),
-        (["pytorch_model_fsdp_0", "optimizer_0", "trainer_state.json"], "/run/checkpoint-5", [], "trainer"),
-        (["model_world_size_2_rank_1.pt", "huggingface"], "/step/actor", [], "verl"),
-        ([DCP, META], "/a", ["loops", "epoch"], "lightning"),
-        ([DCP, META], "/a", ["iteration"], "fabric"),
-        (["last.ckpt"], "", ["pytorch-lightning_version", "state_dict"], "lightning"),
-        ([DCP, "__0_0.distcp"], "/run/ep1-ba20", [], "composer"),
-        ([DCP, "__0_0.distcp"], "/run/dist_epoch_2", [], "torchtune"),
-        (["recipe_state.pt", "model-00001-of-00002.safetensors"], "/epoch_1", [], "torchtune"),
-        (["model-00001-of-00002.safetensors", "config.json"], "/a", [], "huggingface"),
+        (["pytorch_model_fsdp.bin", "optimizer.bin"], {}, "accelerate"),
+        (["pytorch_model_fsdp_rank3.bin", "optimizer_0"], {}, "accelerate"),
+        (["pytorch_model_fsdp_0", "optimizer_0", "trainer_state.json"], {"directory": "/run/checkpoint-5"}, "trainer"),
+        ([VERL, "huggingface"], {"directory": "/step/actor"}, "verl"),
+        ([DCP, META], {"keys": ["loops", "epoch"]}, "lightning"),
+        ([DCP, META], {"keys": ["iteration"]}, "fabric"),
+        (["last.ckpt"], {"directory": "", "keys": ["pytorch-lightning_version", "state_dict"]}, "lightning"),
+        ([DCP, "__0_0.distcp"], {"directory": "/run/ep1-ba20"}, "composer"),
+        ([DCP, "__0_0.distcp"], {"directory": "/run/dist_epoch_2"}, "torchtune"),
+        (["recipe_state.pt", "model-00001-of-00002.safetensors"], {"directory": "/epoch_1"}, "torchtune"),
+        (["model-00001-of-00002.safetensors", "config.json"], {}, "huggingface"),
+        # Equal files, other keys of a DCP directory
+        ([DCP], {**STEP, **AT_THE_TOP}, "torchtitan"),
+        ([DCP], {**STEP, "model": ()}, "torchtitan"),  # the last save, of the model alone
+        ([DCP], {**LATEST, **AT_THE_TOP, "keys": ["train_state", "dataloader"]}, "torchtitan"),
+        ([DCP], {**STEP, **IN_MODEL}, "torchtitan-old"),
+        ([DCP], {**LATEST, **IN_MODEL, "keys": ["train_state"]}, "torchtitan-old"),
+        ([DCP], {**STEP, "model": ("model",)}, None),  # as anybody saves it
+        ([DCP, META], {"keys": ["loops"], "model": ("model",)}, "lightning"),
+        ([DCP, META], {"keys": ["loops"], "model": ("state_dict",)}, "lightning-model-parallel"),
+        # Equal files, another place of the optimizer
+        ([DCP], {"keys": ["app"], "model": ("app", "model"), "optim": ("app", "optimizers")}, "prime-rl"),
+        ([DCP], {"keys": ["app"], "model": ("app", "model"), "optim": ("app", "optim")}, None),  # PyTorch's tutorial
+        (PARTS, {"keys": ["optim"], "model": ("model",), "optim": ("optim", "optim")}, "nemo-rl-v1"),
+        (PARTS, {"keys": ["sched", "optim"], "model": (), "optim": ("optim",)}, "nemo-rl"),
+        (PARTS, {"keys": ["optim"], "model": ("model",), "optim": ("optim",)}, None),  # as anybody names directories
+        (["model", "optimizer"], {"model": ("model_state", "model"), "optim": ("optim_state", "optim")}, "slime"),
+        (["model", "optimizer"], {"model": ("model",), "optim": ("optim",)}, None),
+        (["model_and_optim", "train"], {"model": ("model",), "optim": ("optim",)}, "olmo-core"),
+        ([DCP, "extra_state"], {"model": ("model",), "optim": ("optimizer",)}, "veomni"),
+        (
+            [DCP],
+            {"keys": ["epochs_run", "max_steps_per_epoch"], "model": ("model",), "optim": ("optimizer",)},
+            "torchtune",
+        ),
+        ([VERL, "fsdp_config.json"], {**NEITHER, "keys": ["fsdp_strategy", "client_state"]}, "skyrl"),
+        ([VERL, "fsdp_config.json"], {**NEITHER, "keys": ["lr_scheduler", "rng"]}, "verl"),
     ],
 )
 def test_a_framework_is_recognised_by_its_files_and_keys(
-    names: list[str], directory: str, keys: list[str], flavor: str
+    names: list[str], known: dict[str, Any], flavor: str | None
 ) -> None:
-    found = recognise(names, directory=directory, keys=keys)
-    assert found is not None and found.name == flavor
-
-
-@pytest.mark.parametrize(
-    ("names", "directory", "keys", "model", "flattened", "flavor"),
-    [
-        ([DCP], "/run/step-20/", [], (), True, "torchtitan"),
-        ([DCP], "/run/step-20/", [], (), False, "torchtitan"),  # the last save, of the model alone
-        ([DCP], "/run/latest", ["train_state", "dataloader"], (), True, "torchtitan"),
-        ([DCP], "/run/step-20", [], ("model",), True, "torchtitan-old"),
-        ([DCP], "/run/latest", ["train_state"], ("model",), True, "torchtitan-old"),
-        ([DCP], "/run/step-20", [], ("model",), False, None),  # as anybody saves it
-        ([DCP, META], "/a", ["loops"], ("model",), False, "lightning"),
-        ([DCP, META], "/a", ["loops"], ("state_dict",), False, "lightning-model-parallel"),
-    ],
-)
-def test_the_keys_of_a_dcp_directory_tell_frameworks_of_equal_files_apart(
-    names: list[str], directory: str, keys: list[str], model: tuple[str, ...], flattened: bool, flavor: str | None
-) -> None:
-    found = recognise(names, directory=directory, keys=keys, model=model, flattened=flattened)
-    assert (found.name if found is not None else None) == flavor
-
-
-@pytest.mark.parametrize(
-    ("names", "keys", "model", "optim", "flavor"),
-    [
-        ([DCP], ["app"], ("app", "model"), ("app", "optimizers"), "prime-rl"),
-        ([DCP], ["app"], ("app", "model"), ("app", "optim"), None),  # as PyTorch's tutorial saves it
-        (["weights", "optimizer"], ["optim"], ("model",), ("optim", "optim"), "nemo-rl-v1"),
-        (["weights", "optimizer"], ["sched", "optim"], (), ("optim",), "nemo-rl"),
-        (["weights", "optimizer"], ["optim"], ("model",), ("optim",), None),  # as anybody names directories
-        (["model", "optimizer"], [], ("model_state", "model"), ("optim_state", "optim"), "slime"),
-        (["model", "optimizer"], [], ("model",), ("optim",), None),
-        (["model_and_optim", "train"], [], ("model",), ("optim",), "olmo-core"),
-        ([DCP, "extra_state"], [], ("model",), ("optimizer",), "veomni"),
-        ([DCP], ["epochs_run", "max_steps_per_epoch"], ("model",), ("optimizer",), "torchtune"),
-        (["model_world_size_2_rank_0.pt", "fsdp_config.json"], ["fsdp_strategy", "client_state"], (), (), "skyrl"),
-        (["model_world_size_2_rank_0.pt", "fsdp_config.json"], ["lr_scheduler", "rng"], (), (), "verl"),
-    ],
-)
-def test_the_place_of_the_optimizer_tells_frameworks_apart_that_save_in_the_same_files(
-    names: list[str], keys: list[str], model: tuple[str, ...], optim: tuple[str, ...], flavor: str | None
-) -> None:
-    found = recognise(names, directory="/run/here", keys=keys, model=model, optim=optim)
+    found = recognise(names, **{"directory": "/a", **known})
     assert (found.name if found is not None else None) == flavor
 
 

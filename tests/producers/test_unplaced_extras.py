@@ -10,7 +10,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.errors import SourceMissingError, SourceUnrecognisedError, UsageError
-from tests.oracle.compare import identical
+from tests.oracle.compare import identical, optimizer_by_name
 
 DCP = {"to": "sharded", "world_size": 2, "buffers": ["none"]}
 
@@ -23,10 +23,7 @@ def full(tmp_path: Path) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(torch.randn(4, 5)).square().sum().backward()
     optimizer.step()
-    names = [name for name, _ in model.named_parameters()]
-    state = optimizer.state_dict()
-    state["state"] = {names[number]: states for number, states in state["state"].items()}
-    state["param_groups"][0]["params"] = names
+    state = optimizer_by_name(model, optimizer)
     extras = {"rng": torch.get_rng_state(), "best_loss": torch.rand(3), "mystuff": {"lr": 0.25}}
     torch.save({"model": model.state_dict(), "optimizer": state, **extras}, path)
     return path
@@ -56,9 +53,6 @@ def test_extras_without_a_place_are_named(full: str, tmp_path: Path) -> None:
     assert "mystuff" in _not_carried(again)
 
 
-DTYPES = (torch.float64, torch.bfloat16, torch.int64)
-
-
 @pytest.mark.parametrize("flavor", ["accelerate", "huggingface"])
 def test_extras_that_only_another_rank_has_are_named(flavor: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2).state_dict()
@@ -69,21 +63,15 @@ def test_extras_that_only_another_rank_has_are_named(flavor: str, tmp_path: Path
     assert "rng, queue" in _not_carried(report)
 
 
-@pytest.mark.parametrize(
-    ("step", "steps"),
-    [
-        (float("nan"), 0),
-        (torch.tensor(float("inf")), 0),
-        (np.int64(3), 3),
-        *((torch.tensor(3, dtype=dtype), 3) for dtype in DTYPES),
-    ],
-)
+NO_NUMBERS = (float("nan"), torch.tensor(float("inf")))
+THREES = (np.int64(3), *(torch.tensor(3, dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)))
+
+
+@pytest.mark.parametrize(("step", "steps"), [*((each, 0) for each in NO_NUMBERS), *((each, 3) for each in THREES)])
 def test_the_steps_are_those_of_the_optimizer_and_zero_if_they_are_no_number(
     step: object, steps: int, tmp_path: Path
 ) -> None:
-    state = {"w": {"step": step, "exp_avg": torch.ones(2, 2)}}
-    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
-    torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "full.pt")
+    torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": _adam(step)}, tmp_path / "full.pt")
     report = fsdpckpt.convert(tmp_path / "full.pt", tmp_path / "out", flavor="deepspeed-universal")
     assert any(f"global_steps = {steps}" in note.message for note in report.notes)
 
