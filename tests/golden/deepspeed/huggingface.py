@@ -18,21 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.golden.deepspeed.make import without_compiler
+from tests.golden.deepspeed.make import USUAL, of_all_ranks, without_compiler
 
 STEP = "checkpoint-3"
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        **more,
-    }
+    once = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0, "gradient_accumulation_steps": 1}
+    return {**USUAL, **once, **more}
 
 
 def prepared(stage: int, seed: int, **more: Any) -> tuple[Any, ...]:
@@ -95,8 +88,7 @@ def main(what: str, by: str, directory: Path, stage: int) -> None:
 
     PartialState(backend="gloo")  # without a GPU it takes each rank for a world of its own
     found = (trainer if by == "trainer" else accelerate)(what, directory, stage)
-    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(by_rank, found)
+    by_rank = of_all_ranks(found)
     if torch.distributed.get_rank() == 0:
         if what == "save":
             (directory / "next.json").write_text(json.dumps(by_rank, indent=1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from torch import nn
 
 HERE = Path(__file__).parent
 MOMENTS = ("exp_avg", "exp_avg_sq")
+USUAL: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
 
 
 class Block(nn.Module):
@@ -56,12 +62,28 @@ def without_compiler() -> None:
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
-def step(engine: Any) -> float:
-    tokens = torch.randint(0, 13, (2, 5))
-    loss = nn.functional.cross_entropy(engine(tokens).float().view(-1, 13), tokens.view(-1))
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+def two_groups(net: nn.Module) -> list[dict[str, Any]]:
+    """What is trained: matrices, which decay, and the rest."""
+    trained = [param for param in net.parameters() if param.requires_grad]
+    matrices = {"params": [param for param in trained if param.ndim > 1], "weight_decay": 0.1}
+    return [matrices, {"params": [param for param in trained if param.ndim <= 1]}]
+
+
+def three_steps(engine: Any, step: Callable[[], torch.Tensor]) -> list[float]:
+    """The losses."""
+    losses = []
+    for _ in range(3):
+        loss = step()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    by_rank: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(by_rank, value)
+    return by_rank
 
 
 def main(name: str, config: dict[str, Any]) -> None:
@@ -74,18 +96,17 @@ def main(name: str, config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     net = Net()
     trained = {name: param for name, param in net.named_parameters() if param.requires_grad}
-    matrices = [param for param in trained.values() if param.ndim > 1]
-    vectors = [param for param in trained.values() if param.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=1e-3)
+    optimizer = torch.optim.AdamW(two_groups(net), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 0.9**steps)
-    usual = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
-    usual["zero_force_ds_cpu_optimizer"] = False
-    engine, wrapped, _, _ = deepspeed.initialize(
-        model=net, optimizer=optimizer, lr_scheduler=scheduler, config={**usual, **config}
-    )
+    settings = {**USUAL, "gradient_clipping": 1.0, **config}
+    engine, wrapped, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=settings)
+
+    def step() -> torch.Tensor:
+        tokens = torch.randint(0, 13, (2, 5))
+        return nn.functional.cross_entropy(engine(tokens).float().view(-1, 13), tokens.view(-1))
+
     torch.manual_seed(100 + engine.global_rank)
-    for _ in range(3):
-        step(engine)
+    three_steps(engine, step)
     engine.save_checkpoint(str(HERE / name), tag="global_step3", client_state={"epoch": 3})
     if hasattr(wrapped, "bit16_groups"):  # its link to the states is from before the first step
         wrapped._hp_optimizer_states_linked = False
@@ -95,18 +116,13 @@ def main(name: str, config: dict[str, Any]) -> None:
     truth = {
         key: {
             "weight": safe_get_full_fp32_param(param).flatten().clone(),
-            **{
-                state: safe_get_full_optimizer_state(param, state).flatten().clone()
-                for state in ("exp_avg", "exp_avg_sq")
-            },
+            **{state: safe_get_full_optimizer_state(param, state).flatten().clone() for state in MOMENTS},
         }
         for key, param in trained.items()
     }
     if misplaced:
         truth = {key: {"weight": param.detach().flatten().clone()} for key, param in trained.items()}
-    losses = [step(engine) for _ in range(3)]
-    by_rank: list[Any] = [None] * engine.world_size
-    torch.distributed.all_gather_object(by_rank, losses)
+    by_rank = of_all_ranks(three_steps(engine, step))
     if engine.global_rank == 0:
         torch.save({"params": truth, "losses": by_rank}, HERE / name / "truth.pt")
         for script in ("zero_to_fp32.py", "zero_to_torch.py"):

@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.golden.deepspeed.make import Net, without_compiler
+from tests.golden.deepspeed.make import USUAL, Net, three_steps, two_groups, without_compiler
 
 AFTER = range(3, 6)
 
@@ -31,11 +32,8 @@ def loss_of(model: Any, number: int) -> torch.Tensor:
 
 def adamw(net: Net, lr: float) -> torch.optim.AdamW:
     """Two param groups of different settings, and what is frozen in neither."""
-    trained = [param for param in net.parameters() if param.requires_grad]
-    vectors = {"params": [param for param in trained if param.ndim <= 1], "lr": 3 * lr, "weight_decay": 0.0}
-    return torch.optim.AdamW(
-        [{"params": [param for param in trained if param.ndim > 1]}, vectors], lr, weight_decay=0.1
-    )
+    matrices, vectors = two_groups(net)
+    return torch.optim.AdamW([matrices, vectors | {"lr": 3 * lr, "weight_decay": 0.0}], lr)
 
 
 def train(directory: Path, config: dict[str, Any]) -> None:
@@ -45,20 +43,12 @@ def train(directory: Path, config: dict[str, Any]) -> None:
     without_compiler()
     torch.manual_seed(0)
     net = Net()
-    usual = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
-    usual["zero_force_ds_cpu_optimizer"] = False
-    engine, *_ = deepspeed.initialize(model=net, optimizer=adamw(net, 1e-3), config={**usual, **config})
-
-    def step(number: int) -> float:
-        loss = loss_of(engine, number)
-        engine.backward(loss)
-        engine.step()
-        return loss.item()
-
-    for number in range(3):
-        step(number)
+    settings = {**USUAL, "gradient_clipping": 0.0, **config}
+    engine, *_ = deepspeed.initialize(model=net, optimizer=adamw(net, 1e-3), config=settings)
+    numbers = count()
+    three_steps(engine, lambda: loss_of(engine, next(numbers)))
     engine.save_checkpoint(str(directory), tag="global_step3")
-    losses = [step(number) for number in AFTER]
+    losses = three_steps(engine, lambda: loss_of(engine, next(numbers)))
     if engine.global_rank == 0:
         (directory / "losses.json").write_text(json.dumps(losses))
     torch.distributed.destroy_process_group()

@@ -20,14 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.golden.deepspeed.make import without_compiler
+from tests.golden.deepspeed.make import MOMENTS, USUAL, of_all_ranks, three_steps, two_groups, without_compiler
 
 WORDS = 13
-USUAL = {
-    "train_micro_batch_size_per_gpu": 2,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
-}
 UNTRAINED = "untrained.pt"
 
 
@@ -124,14 +119,6 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().view(-1, WORDS), tokens.view(-1))
 
 
-def adam(net: nn.Module) -> torch.optim.Optimizer:
-    """Two param groups. Every rank makes it, of the parameters that it has."""
-    trained = [param for param in net.parameters() if param.requires_grad]
-    matrices = [param for param in trained if param.ndim > 1]
-    vectors = [param for param in trained if param.ndim <= 1]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=1e-2)
-
-
 def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -166,7 +153,7 @@ def pipeline(config: dict[str, Any]) -> Any:
         tied(forward_fn=lambda words, x: x @ words.e.weight.t()),
     ]
     net = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
-    return trained_in_stages(net, adam(net), config)
+    return trained_in_stages(net, torch.optim.AdamW(two_groups(net), lr=1e-2), config)
 
 
 class Routed(nn.Module):
@@ -205,12 +192,9 @@ def autotp(config: dict[str, Any]) -> Any:
 
     net = Net()
     settings = {**USUAL, "tensor_parallel": {"autotp_size": 2, "partition_config": AUTOTP}, **config}
-    engine = deepspeed.initialize(model=net, optimizer=adam(net), config=settings)[0]
+    engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(two_groups(net), lr=1e-2), config=settings)[0]
     data = batches(groups.get_data_parallel_rank())
-    for _ in range(3):
-        tokens, _ = next(data)
-        engine.backward(loss_of(engine(tokens), tokens))
-        engine.step()
+    three_steps(engine, lambda: loss_of(engine(tokens := next(data)[0]), tokens))
     return engine
 
 
@@ -220,10 +204,7 @@ def experts(config: dict[str, Any]) -> Any:
     net = Sparse()
     engine = deepspeed.initialize(model=net, optimizer=by_experts(net), config={**USUAL, **config})[0]
     data = batches(engine.global_rank)
-    for _ in range(3):
-        tokens, _ = next(data)
-        engine.backward(loss_of(engine(tokens), tokens))
-        engine.step()
+    three_steps(engine, lambda: loss_of(engine(tokens := next(data)[0]), tokens))
     return engine
 
 
@@ -246,10 +227,7 @@ def autoep(config: dict[str, Any]) -> Any:
     trained = [param for param in net.parameters() if param.requires_grad]
     engine = deepspeed.initialize(model=net, model_parameters=trained, config=settings)[0]
     data = batches(engine.global_rank)
-    for _ in range(3):
-        tokens, _ = next(data)
-        engine.backward(loss_of(engine(input_ids=tokens, use_cache=False).logits, tokens))
-        engine.step()
+    three_steps(engine, lambda: loss_of(engine(input_ids=(tokens := next(data)[0]), use_cache=False).logits, tokens))
     return engine
 
 
@@ -274,8 +252,7 @@ def train(kind: str, directory: Path, config: dict[str, Any]) -> None:
         keep_held(engine, directory, groups._get_expert_parallel_rank("ep_size_2"))
     elif "zero_optimization" not in config:
         keep_held(engine, directory, 0)
-    by_rank: list[Any] = [None] * engine.world_size
-    torch.distributed.all_gather_object(by_rank, untrained)
+    by_rank = of_all_ranks(untrained)
     if engine.global_rank == 0:
         # A tied layer is only saved by its first stage: the others' buffers are their own.
         values = {name: value for of_rank in reversed(by_rank) for name, value in of_rank.items()}
@@ -296,20 +273,19 @@ def keep_held(engine: Any, directory: Path, expert_rank: int) -> None:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     fragments: dict[str, Any] = {}
     for name, param in engine.module.named_parameters() if partitioned else ():
-        values = {state: safe_get_full_optimizer_state(param, state).flatten() for state in ("exp_avg", "exp_avg_sq")}
+        values = {state: safe_get_full_optimizer_state(param, state).flatten() for state in MOMENTS}
         values["fp32"] = safe_get_full_fp32_param(param).flatten().clone()
         fragments[name] = {"start": 0, "shape": param.ds_shape, "values": values}
     for name, param in engine.module.named_parameters():
         mapping = getattr(param, "_hp_mapping", None)
         if mapping is not None:
             place = mapping.lp_fragment_address
-            values = {state: mapping.get_optim_state_fragment(state).clone() for state in ("exp_avg", "exp_avg_sq")}
+            values = {state: mapping.get_optim_state_fragment(state).clone() for state in MOMENTS}
             values["fp32"] = mapping.get_hp_fragment().clone()
             fragments[name] = {"start": place.start, "shape": param.shape, "values": values}
     module = {} if partitioned else engine.module.state_dict()
     of_rank = {"expert_rank": expert_rank, "fragments": fragments, "module": module}
-    by_rank: list[Any] = [None] * engine.world_size
-    torch.distributed.all_gather_object(by_rank, of_rank)
+    by_rank = of_all_ranks(of_rank)
     if engine.global_rank == 0:
         torch.save(by_rank, directory / "truth.pt")
 

@@ -21,17 +21,23 @@ from typing import Any
 
 import torch
 
-from tests.golden.deepspeed.make import HERE, MOMENTS, Net, without_compiler
+from tests.golden.deepspeed.make import (
+    HERE,
+    MOMENTS,
+    USUAL,
+    Net,
+    of_all_ranks,
+    three_steps,
+    two_groups,
+    without_compiler,
+)
 
 FSDP2 = HERE / "fsdp2"
 
 
-def make() -> tuple[Net, list[dict[str, Any]]]:
+def make() -> Net:
     torch.manual_seed(0)
-    net = Net()
-    trained = [param for param in net.parameters() if param.requires_grad]
-    matrices = [param for param in trained if param.ndim > 1]
-    return net, [{"params": matrices}, {"params": [param for param in trained if param.ndim <= 1]}]
+    return Net()
 
 
 def loss_of(model: Any, generator: torch.Generator) -> torch.Tensor:
@@ -54,11 +60,10 @@ def train(directory: Path) -> None:
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
-    net, _ = make()
+    net = make()
     fully_shard(net)
     trained = [param for param in net.parameters() if param.requires_grad]
-    groups = [[param for param in trained if param.ndim > 1], [param for param in trained if param.ndim <= 1]]
-    optimizer = torch.optim.AdamW([{"params": params} for params in groups], lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(two_groups(net), lr=1e-3, weight_decay=0.1)
     generator = batches(rank, 0)
 
     def step() -> float:
@@ -82,8 +87,7 @@ def train(directory: Path) -> None:
     }
     if rank == 0:
         dcp_to_torch_save(directory / "dcp", directory / "full.pt")  # smaller
-    by_rank: list[Any] = [None, None]
-    torch.distributed.all_gather_object(by_rank, [step() for _ in range(3)])
+    by_rank = of_all_ranks([step() for _ in range(3)])
     if rank == 0:
         torch.save({"params": truth, "losses": by_rank}, directory / "truth.pt")
     torch.distributed.destroy_process_group()
@@ -95,20 +99,13 @@ def load(directory: str, trained: Path, stage: int, more: dict[str, Any]) -> Non
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     without_compiler()
-    net, groups = make()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
-        "checkpoint": {"load_universal": True},
-        "gradient_clipping": 0.0,  # 1.0 by default
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        **more,
-    }
+    net = make()
+    settings = {"zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": True}}
+    config = {**USUAL, **settings, "gradient_clipping": 0.0, **more}  # 1.0 by default
     for param in net.parameters():  # so that nothing is right by chance; DeepSpeed loads no frozen parameters
         if param.requires_grad:
             torch.nn.init.ones_(param)
-    optimizer = torch.optim.AdamW(groups, lr=0.5)
+    optimizer = torch.optim.AdamW([{"params": group["params"]} for group in two_groups(net)], lr=0.5)
     engine, wrapped, _, _ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
     assert engine.load_checkpoint(directory, load_lr_scheduler_states=False)[0] is not None
     assert engine.global_steps == 3
@@ -127,12 +124,7 @@ def load(directory: str, trained: Path, stage: int, more: dict[str, Any]) -> Non
     assert all(group["lr"] == 1e-3 and group["weight_decay"] == 0.1 for group in inner.param_groups)
     if engine.world_size == 2:
         generator = batches(engine.global_rank, 3)
-        losses = []
-        for _ in range(3):
-            loss = loss_of(engine, generator)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = three_steps(engine, lambda: loss_of(engine, generator))
         expected = truth["losses"][engine.global_rank]
         assert losses == expected or more, (losses, expected)
         print(f"rank {engine.global_rank}: next losses {losses}, expected {expected}", flush=True)
