@@ -10,12 +10,12 @@ from __future__ import annotations
 import collections
 import io
 import json
-import os
 import pickle
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.fuzz import tiny_parallel
+from tests.fuzz.layouts import contents, pickle_in
 
 _EXTRAS = ("version", ".data/", ".format_version", ".storage_alignment")
 
@@ -98,11 +99,6 @@ def packed(archive: bytes, *, checked: bool) -> bytes:
     return bytes(data)
 
 
-def _pickle_of(archive: bytes) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(archive)) as file:
-        return next(file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
-
-
 def _metadata() -> Iterator[bytes]:
     properties = TensorProperties(dtype=torch.float32)
     halves = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([1, 3])) for at in (0, 1)]
@@ -132,9 +128,7 @@ def _directory() -> Iterator[tuple[str, bytes]]:
     }
     with tempfile.TemporaryDirectory() as directory:
         dcp.save(value, checkpoint_id=directory, no_dist=True)
-        for name in sorted(os.listdir(directory)):
-            with open(os.path.join(directory, name), "rb") as file:
-                yield name, file.read()
+        yield from contents(Path(directory)).items()
 
 
 def _megatron() -> Iterator[tuple[str, bytes]]:
@@ -184,10 +178,6 @@ def _deepspeed() -> Iterator[tuple[str, object]]:
     yield "universal/zero/w/step.pt", torch.tensor(3.0)
 
 
-def _safetensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    return safetensors.torch.save(tensors, metadata)
-
-
 def _nanotron() -> Iterator[tuple[str, bytes]]:
     """A step of two tensor-parallel ranks, with one weight that is cut and one that is whole."""
     row = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -198,7 +188,7 @@ def _nanotron() -> Iterator[tuple[str, bytes]]:
             "unsharded_shape": "(2, 3)",
         }
         name = f"nanotron/model/a/model_w_pp-rank-0-of-1_tp-rank-{rank}-of-2.safetensors"
-        yield name, _safetensors({"data": row[rank : rank + 1].clone()}, slices)
+        yield name, safetensors.torch.save({"data": row[rank : rank + 1].clone()}, slices)
         state = {"step": torch.tensor(3.0), "exp_avg": row[rank : rank + 1].clone()}
         optimizer = {
             "state": {0: state, 1: {"step": torch.tensor(3.0), "exp_avg": row[0].clone()}},
@@ -207,7 +197,7 @@ def _nanotron() -> Iterator[tuple[str, bytes]]:
         }
         path = f"nanotron/optimizer/optimizer_pp-0-of-1_tp-{rank}-of-2_exp-0-of-1.pt"
         yield path, packed(_saved(optimizer), checked=True)
-    yield "nanotron/model/model_b.safetensors", _safetensors({"data": row[0].clone()}, {})
+    yield "nanotron/model/model_b.safetensors", safetensors.torch.save({"data": row[0].clone()}, {})
     yield "nanotron/checkpoint_metadata.json", b'{"version": "1.4", "tp": 2, "dp": 1, "metas": {"last_train_step": 7}}'
 
 
@@ -230,7 +220,7 @@ def _torch_checkpointing() -> Iterator[tuple[str, bytes]]:
             layout = {"file_path": ending.format(rank), "serialization_format": {"type": f"{form}Serialization"}}
             item["rank_to_layout_info"][rank] = layout  # type: ignore[index]
         tensors = {"w": row[rank : rank + 1].clone(), **({"b.0": row[0].clone()} if rank == 0 else {})}
-        yield f"torch_checkpointing/model_{rank}.safetensors", _safetensors(tensors, {})
+        yield f"torch_checkpointing/model_{rank}.safetensors", safetensors.torch.save(tensors, {})
         yield f"torch_checkpointing/c_{rank}.json", b'{"a": 1}'
         yield f"torch_checkpointing/step_{rank}.pt", packed(_saved(7), checked=True)
     metadata = {"version": "2.0", "world_size": 2, "metadata": {"model": model, "c": config}}
@@ -253,7 +243,7 @@ def main(target: str) -> None:
         tensors = [torch.arange(4.0), torch.tensor(3), torch.ones(2, 2, dtype=torch.bfloat16).t()]
         for number, value in enumerate([*_values(), *_distributed()]):
             saved = _saved(value)
-            add(f"pickle/{number}", _pickle_of(saved))
+            add(f"pickle/{number}", pickle_in(saved))
             add(f"torch/{number}", packed(saved, checked=False))
             add(f"torch/{number}-checked", packed(saved, checked=True))
         for number, tensor in enumerate(tensors):

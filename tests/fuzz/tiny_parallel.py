@@ -35,20 +35,15 @@ def autotp() -> Iterator[tuple[str, object]]:
         module = {"module": {"w": ROW[:3].reshape(1, 3), "mask": ROW}, "param_shapes": [{"w": torch.Size([1, 3])}]}
         more = {"buffer_names": ["mask"], "mp_world_size": 2, "universal_checkpoint_info": info}
         yield f"autotp/mp_rank_0{rank}_model_states.pt", {**module, **more}
-        base = {"state": {0: {"exp_avg": ROW[:3]}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        flat = [ROW[:3].clone()]
-        states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": flat}
-        yield f"autotp/zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt", {"optimizer_state_dict": states}
+        yield _optimizer(f"autotp/zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt", [ROW[:3].clone()])
 
 
 def experts() -> Iterator[tuple[str, object]]:
     name = "m.deepspeed_moe.experts.deepspeed_experts.{}.a"
     for rank in range(2):
         yield f"experts/layer_0_expert_{rank}_mp_rank_00_model_states.pt", {name.format(rank): ROW[:2].clone()}
-        groups = [{"params": [0], "name": "ep_size_2", "moe": True}]
-        base = {"state": {0: {"exp_avg": ROW[:2].clone()}}, "param_groups": groups}
-        states = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [ROW[:2].clone()]}
-        yield f"experts/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": states}
+        path = f"experts/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        yield _optimizer(path, [ROW[:2].clone()], name="ep_size_2", moe=True)
     module = {"module": {"mask": ROW.clone()}, "param_shapes": [{name.format(0): torch.Size([2])}]}
     yield "experts/mp_rank_00_model_states.pt", {**module, "buffer_names": ["mask"], "dp_world_size": 2}
 
