@@ -8,13 +8,11 @@ mix/          DTensor model files beside the optimizer's own state dicts and ext
 sharded/      DTensor model files and DTensor optimizer files by name
 dcp_local/    the LOCAL_STATE_DICT through ``dcp.save``, of some scenarios and on three ranks
 truth.pt      ``{"model", "optimizer"}``, full, by name, from the live model
-layout.json   what FSDP says about its units; ``layout_R.json``: which slices rank R holds; ``shards_R.pt``: its shards
 units.json    what ``fsdpckpt.save_units`` writes, here and in flat/
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -29,7 +27,7 @@ import torch.distributed as dist
 from fsdpckpt import save_units
 from tests.oracle.compare import differences, plain
 from tests.oracle.flat_scenarios import Scenario, variants
-from tests.oracle.flat_train import Run, flat_parameters, full, is_sharded, local, trained
+from tests.oracle.flat_train import Run, full, local, trained
 from tests.oracle.generate import Files
 from tests.oracle.process import quiet_worker
 from tests.oracle.toy import clean, sharded1
@@ -45,36 +43,10 @@ class Place(Files):
         shutil.copyfile(self.of_rank(source, section), self.of_rank(form, section))
 
 
-def layout(run: Run) -> list[dict[str, Any]]:
-    """What FSDP says about every unit, the same on every rank."""
-    return [
-        {
-            "key": key,
-            "names": [key.removesuffix("_flat_param") + name for name in flat._fqns],
-            "shapes": [list(shape) for shape in flat._shapes],
-            "strides": [list(stride) for stride in flat._strides],
-            "total": flat._unpadded_unsharded_size.numel(),
-            "shard": flat._sharded_size.numel(),
-        }
-        for key, flat in flat_parameters(run[0]).items()
-    ]
-
-
 def ids(run: Run) -> list[str]:
     """The names of the optimizer's ids: original names, or keys of flat parameters."""
     names = {parameter: clean(name) for name, parameter in run[0].named_parameters()}
     return [names[parameter] for group in run[1].param_groups for parameter in group["params"]]
-
-
-def slices(run: Run) -> dict[str, list[list[int] | None]]:
-    """For each unit and parameter [offset in the shard, first element, last element] on this rank, None without any."""
-    return {
-        key: [
-            [info.offset_in_shard, info.intra_param_start_idx, info.intra_param_end_idx] if info.in_shard else None
-            for info in flat._shard_param_infos
-        ]
-        for key, flat in flat_parameters(run[0]).items()
-    }
 
 
 def make(place: Place, entry: Scenario, *, orig: bool) -> None:
@@ -90,15 +62,7 @@ def make(place: Place, entry: Scenario, *, orig: bool) -> None:
     place.copy("optim", "flat", "raw")
     if entry.dcp and place.world == 3:
         place.dcp("dcp_local", weights)
-    shards = {key: flat.detach().clone() for key, flat in flat_parameters(model).items()}
-    torch.save(shards, place.path(f"shards_{place.rank}.pt"))
-    with open(place.path(f"layout_{place.rank}.json"), "w") as file:
-        json.dump(slices(run), file)
     place.one_file("truth.pt", truth)
-    if place.rank == 0:
-        with open(place.path("layout.json"), "w") as file:
-            about = {"units": layout(run), "ids": ids(run), "sharded": is_sharded(entry), "group": entry.group}
-            json.dump(about, file)
     save_units(*run, place.path("units.json"))
     dist.barrier()  # until every rank has added its own order
     if place.rank == 0:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
@@ -18,7 +18,7 @@ from tests.oracle.flat_scenarios import Scenario
 from tests.oracle.toy import as_fsdp1, full1, sharding_groups
 
 __all__ = [
-    "Run", "built", "flat_parameters", "full", "is_sharded", "local", "started", "step", "trained", "wrap",
+    "Run", "built", "full", "local", "started", "step", "trained", "wrap",
 ]  # fmt: skip
 
 STEPS = 2
@@ -117,18 +117,3 @@ def local(model: nn.Module) -> dict[str, Any]:
     """This rank's ``LOCAL_STATE_DICT``."""
     with as_fsdp1(model, "local"):
         return model.state_dict()
-
-
-def flat_parameters(model: nn.Module) -> dict[str, Any]:
-    """Every unit's flat parameter by the key a ``LOCAL_STATE_DICT`` gives it, in the order of modules."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            path = [word for word in name.split(".") if word and word != "_fsdp_wrapped_module"]
-            found[".".join([*path, "_flat_param"])] = module._handle.flat_param
-    return found
-
-
-def is_sharded(entry: Scenario) -> bool:
-    """Whether ranks hold different shards; FSDP turns every strategy into NO_SHARD when one rank would shard alone."""
-    return entry.strategy != ShardingStrategy.NO_SHARD and (entry.group or dist.get_world_size()) > 1
