@@ -27,11 +27,11 @@ scalars = st.one_of(
 keys = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
 values = st.recursive(
     scalars,
-    lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(keys, inner)
-        | st.dictionaries(keys, inner).map(OrderedDict)
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
     ),
     max_leaves=20,
 )
