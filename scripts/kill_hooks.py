@@ -24,7 +24,7 @@ from typing import Any
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.execute import journal
 from fsdpckpt.execute.run import _Run
-from fsdpckpt.storage import local, staging
+from fsdpckpt.storage import local, renameat2, staging
 
 PHASES = ("copy", "read-back", "verify", "publish")
 _BLOCK = 4096
@@ -147,5 +147,5 @@ def _in_publish(counter: _Counter) -> None:
 
     for name in ("fsync", "rename", "unlink", "rmdir", "mkdir"):
         setattr(os, name, before(getattr(os, name)))
-    staging._rename = before(staging._rename)
+    renameat2._renameat2 = before(renameat2._renameat2)
     counter.within(staging.Staging, "commit")
