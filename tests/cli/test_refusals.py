@@ -183,7 +183,8 @@ ROWS: dict[str, list[Row]] = {
         no("convert run out --each 'step-*' --newer-than step-1000 --to full",
            "matches --each 'step-*' after step-1000", code=3, make=several),
         no("convert run run/sub --each 'step-*' --to full", "lies inside the source", make=several),
-        no("convert run/step-900/model.pt out --each '*' --to full", "step-900/model.pt is a file", code=3, make=several),
+        no("convert run/step-900/model.pt out --each '*' --to full", "step-900/model.pt is a file", code=3,
+           make=several),
         no("convert gone out --each '*' --to full", "gone does not exist", code=3),
     ],
     "an empty argument": [
