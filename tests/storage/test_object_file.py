@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from itertools import pairwise
 from unittest.mock import Mock
 
 import numpy as np
@@ -76,22 +75,6 @@ def test_ranges_written_in_any_order_cover_what_they_cover(seed: int) -> None:
         low = rng.randrange(200)
         high = low + rng.randrange(12)
         assert coverage.has(low, high) == there.issuperset(range(low, high))
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 9, 10, 11, 20, 47])
-def test_windows_in_any_order_make_the_object_with_its_last_byte(nbytes: int) -> None:
-    rng = random.Random(nbytes)
-    data = rng.randbytes(nbytes)
-    cuts = sorted({0, nbytes, *(rng.randrange(nbytes + 1) for _ in range(7))})
-    windows = list(pairwise(cuts)) or [(0, 0)]
-    rng.shuffle(windows)
-    store = Store()
-    file = object_file(store, nbytes)
-    for begin, end in windows:
-        assert store.objects == {}
-        write(file, begin, data[begin:end])
-    assert store.objects == {"x": data}
-    file.commit()
 
 
 def test_a_part_waits_for_a_checksum_of_bytes_in_later_parts() -> None:

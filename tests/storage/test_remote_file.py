@@ -46,18 +46,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.0)
 
 
-def test_any_range_is_what_lies_there(file: RemoteFile) -> None:
-    chance = random.Random(1)
-    for _ in range(300):
-        begin = chance.randrange(len(CONTENT))
-        nbytes = chance.choice([0, 1, 30, 4096, 70_000, 200_000])
-        nbytes = min(nbytes, len(CONTENT) - begin)
-        assert file.read(begin, nbytes) == CONTENT[begin : begin + nbytes]
-        buffer = bytearray(nbytes)
-        file.read_into(begin, memoryview(buffer))
-        assert bytes(buffer) == CONTENT[begin : begin + nbytes]
-
-
 def test_small_reads_near_each_other_are_one_request(file: RemoteFile, fetcher: Fetcher) -> None:
     for begin in range(1000, 1000 + AHEAD - 64, 4096):
         file.read(begin, 64)
@@ -130,15 +118,10 @@ def test_what_passes_is_tried_again_until_it_is_too_often(error: OSError) -> Non
     ],
 )
 def test_what_stays_is_not_tried_again(error: OSError, kind: type[SourceError]) -> None:
-    asked = []
-
-    def work() -> None:
-        asked.append(1)
-        raise error
-
+    work = Mock(side_effect=error)
     with pytest.raises(kind):
         with_retries(work, url="s3://b/k", action="reading")
-    assert len(asked) == 1
+    assert work.call_count == 1
     with pytest.raises(TargetUnwritableError):
         with_retries(work, url="s3://b/k", action="writing", make_error=target_error)
 
@@ -160,25 +143,17 @@ def test_errors_of_huggingface_hub_are_those_of_a_store(
     assert request.call_count == attempts
 
 
-def test_trying_ends_after_a_while_however_few_attempts_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "MAX_SECONDS", -1.0)
-    asked = []
-
-    def work() -> None:
-        asked.append(1)
-        raise TimeoutError
-
-    with pytest.raises(SourceError):
+@pytest.mark.parametrize(
+    ("raised", "seconds", "kind"), [(TimeoutError(), -1.0, SourceError), (KeyError("k"), 60, KeyError)]
+)
+def test_trying_ends_after_a_while_and_a_mistake_of_this_program_is_no_failing_store(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, seconds: float, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(retry, "MAX_SECONDS", seconds)
+    work = Mock(side_effect=raised)
+    with pytest.raises(kind):
         with_retries(work, url="s3://b/k", action="reading")
-    assert len(asked) == 1
-
-
-def test_a_mistake_of_this_program_is_not_taken_for_a_failing_store() -> None:
-    def work() -> None:
-        raise KeyError("k")
-
-    with pytest.raises(KeyError):
-        with_retries(work, url="s3://b/k", action="reading")
+    assert work.call_count == 1
 
 
 def test_what_a_stores_package_logs_does_not_reach_the_screen_twice(

@@ -9,8 +9,11 @@ import os
 import random
 import shutil
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,21 @@ def _write(path: str, data: bytes) -> None:
     file.commit()
 
 
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Staging]]:
+    """Begins a run into "out", which is discarded at the end."""
+    begun: list[Staging] = []
+
+    def begin(name: str = "out", **options: Any) -> Staging:
+        begun.append(Staging(str(tmp_path / name), **{"directory": True, **options}))
+        return begun[-1]
+
+    yield begin
+    for staging in begun:
+        staging.discard()
+        staging.close()
+
+
 def test_workers_that_look_at_once_all_see_that_a_run_was_interrupted(tmp_path) -> None:
     target = tmp_path / "out"
     lock = tmp_path / ".out.fsdpckpt-lock"
@@ -54,25 +72,17 @@ def test_workers_that_look_at_once_all_see_that_a_run_was_interrupted(tmp_path) 
         assert all(pool.map(look, range(4 * rounds)))
 
 
-def test_a_directory_appears_under_its_name_only_after_commit(tmp_path) -> None:
-    target = tmp_path / "out"
-    staging = Staging(str(target), directory=True)
-    _write(staging.locate("a"), b"first")
-    assert not target.exists()
-    staging.commit()
-    staging.close()
-    assert (target / "a").read_bytes() == b"first"
-    assert sorted(os.listdir(tmp_path)) == ["out"]
-
-
-def test_a_single_file_appears_under_its_name_and_the_staging_directory_goes(tmp_path) -> None:
-    target = tmp_path / "full.pt"
-    staging = Staging(str(target), directory=False)
-    _write(staging.locate(""), b"whole")
-    staging.commit()
-    staging.close()
-    assert target.read_bytes() == b"whole"
-    assert sorted(os.listdir(tmp_path)) == ["full.pt"]
+@pytest.mark.parametrize("name", ["", "a"])
+def test_a_file_or_directory_appears_under_its_name_only_after_commit(tmp_path, name: str) -> None:
+    target = tmp_path / "below" / "out"
+    for publish in (False, True):
+        staging = Staging(str(target), directory=bool(name))
+        _write(staging.locate(name), b"whole")
+        assert not target.exists()
+        staging.commit() if publish else staging.discard()
+        staging.close()
+        assert list(tmp_path.rglob("*")) == ([target.parent, target, *target.glob("a")] if publish else [])
+    assert (target / name).read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -135,26 +145,16 @@ def test_where_names_cannot_be_exchanged_the_target_is_replaced_all_the_same(tmp
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_links_among_what_was_staged_are_removed_and_never_followed(tmp_path) -> None:
+def test_links_among_what_was_staged_are_removed_and_never_followed(tmp_path, begin) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "one").write_bytes(b"someone's")
-    staging = Staging(str(tmp_path / "out"), directory=True)
+    staging = begin()
     os.symlink(tmp_path / "elsewhere", staging.locate("folder"))
     os.symlink(tmp_path / "elsewhere" / "one", staging.locate("one"))
     os.link(tmp_path / "elsewhere" / "one", staging.locate("two"))
     staging.keep_only(["one", "two", "folder/one"])
     assert os.listdir(staging.path) == []
     assert (tmp_path / "elsewhere" / "one").read_bytes() == b"someone's"
-    staging.discard()
-    staging.close()
-
-
-def test_a_discarded_run_leaves_nothing(tmp_path) -> None:
-    staging = Staging(str(tmp_path / "out"), directory=True)
-    _write(staging.locate("a"), b"first")
-    staging.discard()
-    staging.close()
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_path_that_no_disk_takes_leaves_no_directories(tmp_path) -> None:
@@ -183,55 +183,44 @@ def test_two_runs_into_one_target_do_not_meet(tmp_path) -> None:
     Staging(str(tmp_path / "out"), directory=True).close()
 
 
-def test_more_bytes_than_the_disk_has_are_refused_before_the_first_write(tmp_path) -> None:
-    staging = Staging(str(tmp_path / "out"), directory=True)
-    with pytest.raises(TargetUnwritableError, match="not enough free space"):
-        staging.require_space(2**62)
-    staging.discard()
-    staging.close()
+ABSENT, REPLACEABLE = TargetState.ABSENT, TargetState.REPLACEABLE
 
 
-def test_an_existing_target_is_refused_without_overwrite(tmp_path) -> None:
-    (tmp_path / "out").mkdir()
-    check_target(str(tmp_path / "out"), str(tmp_path / "in"), state=TargetState.ABSENT)  # nothing is in it
-    (tmp_path / "out" / "theirs").touch()
-    with pytest.raises(TargetExistsError):
-        check_target(str(tmp_path / "out"), str(tmp_path / "in"), state=TargetState.ABSENT)
-    check_target(str(tmp_path / "out"), str(tmp_path / "in"), state=TargetState.REPLACEABLE)
-
-
-@pytest.mark.parametrize("target", ["in", "in/below/deep"])
-def test_a_target_in_the_source_is_refused(tmp_path, target: str) -> None:
-    (tmp_path / "in").mkdir()
-    with pytest.raises(UsageError, match="never written to"):
-        check_target(str(tmp_path / target), str(tmp_path / "in"), state=TargetState.REPLACEABLE)
-
-
-def test_overwriting_a_folder_that_holds_the_source_is_refused(tmp_path) -> None:
-    (tmp_path / "all" / "in").mkdir(parents=True)
-    with pytest.raises(UsageError, match="would delete the source"):
-        check_target(str(tmp_path / "all"), str(tmp_path / "all" / "in"), state=TargetState.REPLACEABLE)
-
-
-def test_the_empty_name_is_no_target(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="DST is empty"):
-        check_target("", str(tmp_path / "in"), state=TargetState.REPLACEABLE)
-
-
-def test_an_existing_file_with_a_slash_behind_it_exists(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("target", "source", "state", "error", "words"),
+    [
+        ("out", "in", ABSENT, TargetExistsError, ""),
+        ("theirs.pt/", "in", ABSENT, TargetExistsError, ""),
+        ("theirs.pt/out", "in", ABSENT, TargetUnwritableError, "theirs.pt is not a directory"),
+        ("in", "in", REPLACEABLE, UsageError, "never written to"),
+        ("in/below/deep", "in", REPLACEABLE, UsageError, "never written to"),
+        ("out", "out/in", REPLACEABLE, UsageError, "would delete the source"),
+        ("/", "in", REPLACEABLE, UsageError, "would delete the source"),
+        ("", "in", REPLACEABLE, UsageError, "DST is empty"),
+        *(
+            (name, "/somewhere/else", REPLACEABLE, TargetExistsError, "which fsdpckpt does not replace")
+            for name in (".", "..", "~", "fifo")
+        ),
+        *(
+            (name, "in", ABSENT, TargetUnwritableError, "too long")
+            for name in ("n" * 256, "ü" * 128, f"{'n' * 256}/out", f"out/{'n' * 256}/below")
+        ),
+    ],
+)
+def test_a_target_that_nobody_means_or_no_disk_takes_is_refused(
+    tmp_path, monkeypatch, target: str, source: str, state: TargetState, error: type[Exception], words: str
+) -> None:
+    for name in ("in", "out/in", "empty"):
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "theirs.pt").write_bytes(b"someone's")
-    with pytest.raises(TargetExistsError):
-        check_target(f"{tmp_path / 'theirs.pt'}/", str(tmp_path / "in"), state=TargetState.ABSENT)
-
-
-@pytest.mark.parametrize("target", [".", "..", "~", "fifo"])
-def test_overwrite_does_not_replace_what_nobody_means(tmp_path, monkeypatch, target: str) -> None:
-    (tmp_path / "here").mkdir()
-    os.mkfifo(tmp_path / "here" / "fifo")
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(TargetExistsError, match="which fsdpckpt does not replace"):
-        check_target(os.path.expanduser(target), "/somewhere/else", state=TargetState.REPLACEABLE)
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=words):
+        check_target(os.path.expanduser(target), source, state=state)
+    check_target("empty", "in", state=ABSENT)  # nothing is in it
+    check_target("theirs.pt", "in", state=REPLACEABLE)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("home", ["link", "real", "../here/real"])
@@ -243,17 +232,6 @@ def test_the_home_directory_is_not_replaced_by_any_of_its_names(tmp_path, monkey
         monkeypatch.setenv("HOME", name)
         with pytest.raises(TargetExistsError, match="the home directory"):
             check_target(str(tmp_path / "here" / "real"), "/somewhere/else", state=TargetState.REPLACEABLE)
-
-
-def test_replacing_the_root_of_the_source_is_refused(tmp_path) -> None:
-    with pytest.raises(UsageError, match="would delete the source"):
-        check_target("/", str(tmp_path / "in"), state=TargetState.REPLACEABLE)
-
-
-def test_a_file_in_the_way_is_named(tmp_path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(TargetUnwritableError, match="file is not a directory"):
-        check_target(str(tmp_path / "file" / "out"), str(tmp_path / "in"), state=TargetState.ABSENT)
 
 
 def test_what_came_to_be_at_the_target_meanwhile_is_not_replaced(tmp_path) -> None:
@@ -289,13 +267,6 @@ def test_a_target_that_a_killed_run_had_moved_aside_comes_back(tmp_path) -> None
         Staging(str(tmp_path / "out"), directory=True)
     assert sorted(os.listdir(tmp_path)) == ["out"]
     assert (tmp_path / "out" / "theirs").read_bytes() == b"someone's"
-
-
-def test_directories_made_for_an_output_that_never_came_go_again(tmp_path) -> None:
-    staging = Staging(str(tmp_path / "a" / "b" / "out"), directory=True)
-    staging.discard()
-    staging.close()
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones_from_every_thread(tmp_path, monkeypatch) -> None:
@@ -344,25 +315,23 @@ def test_staging_with_a_journal_is_kept_for_a_run_that_resumes(tmp_path) -> None
 
 
 @pytest.mark.parametrize(("journal", "resume"), [(False, True), (True, False)])
-def test_staging_is_emptied_for_a_run_that_does_not_or_cannot_resume(tmp_path, journal: bool, resume: bool) -> None:
+def test_staging_is_emptied_for_a_run_that_does_not_or_cannot_resume(
+    tmp_path, begin, journal: bool, resume: bool
+) -> None:
     _interrupted(str(tmp_path / "out"), journal=journal)
-    staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
+    staging = begin(resume=resume)
     assert (staging.interrupted.exists, staging.interrupted.resumed) == (True, False)
     assert staging.interrupted.removed >= 70_000
     assert os.listdir(staging.path) == []
     assert not os.path.exists(staging.journal)
-    staging.discard()
-    staging.close()
 
 
-def test_a_resumed_run_that_starts_over_has_an_empty_directory(tmp_path) -> None:
+def test_a_resumed_run_that_starts_over_has_an_empty_directory(tmp_path, begin) -> None:
     _interrupted(str(tmp_path / "out"))
-    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    staging = begin(resume=True)
     staging.restart()
     assert os.listdir(staging.root) == ["output"]
     assert os.listdir(staging.path) == []
-    staging.discard()
-    staging.close()
 
 
 def test_the_journal_goes_before_what_it_speaks_of(tmp_path, monkeypatch) -> None:
@@ -389,34 +358,30 @@ def test_the_journals_of_several_writers_count_and_go_with_the_rest(tmp_path) ->
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_nobody_begins_while_a_worker_whose_leader_is_gone_still_writes(tmp_path, resume: bool) -> None:
+def test_nobody_begins_while_a_worker_whose_leader_is_gone_still_writes(tmp_path, begin, resume: bool) -> None:
     _interrupted(str(tmp_path / "out"))
     lock = lock_as_writer(staging_root(str(tmp_path / "out")), 2)
     with pytest.raises(TargetExistsError, match="another fsdpckpt is writing"):
-        Staging(str(tmp_path / "out"), directory=True, resume=resume)
+        begin(resume=resume)
     assert journal_paths(staging_root(str(tmp_path / "out")))
     lock.close()
-    staging = Staging(str(tmp_path / "out"), directory=True, resume=resume)
+    staging = begin(resume=resume)
     assert staging.interrupted.resumed is resume
-    staging.discard()
-    staging.close()
 
 
-def test_staged_files_that_others_shall_write_now_are_removed(tmp_path) -> None:
+def test_staged_files_that_others_shall_write_now_are_removed(tmp_path, begin) -> None:
     _interrupted(str(tmp_path / "out"))
-    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    staging = begin(resume=True)
     for name in ("one", "two", "fsdpckpt.json"):
         _write(staging.locate(name), b"staged")
     staging.keep_only(["one", "three"])
     assert os.listdir(staging.path) == ["one"]
     assert journal_paths(staging.root)
-    staging.discard()
-    staging.close()
 
 
-def test_what_is_staged_already_counts_as_free_space(tmp_path) -> None:
+def test_what_is_staged_already_counts_as_free_space(tmp_path, begin) -> None:
     _interrupted(str(tmp_path / "out"))
-    staging = Staging(str(tmp_path / "out"), directory=True, resume=True)
+    staging = begin(resume=True)
 
     class Full:
         f_blocks, f_bavail, f_frsize, f_files, f_favail = 1, 0, 1, 0, 0
@@ -426,56 +391,33 @@ def test_what_is_staged_already_counts_as_free_space(tmp_path) -> None:
         staging.require_space(60_000)
         with pytest.raises(TargetUnwritableError, match="not enough free space"):
             staging.require_space(200_000)
-    staging.discard()
-    staging.close()
 
 
-def test_a_file_system_that_does_not_count_its_blocks_is_not_full(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_does_not_count_its_blocks_is_not_full(
+    tmp_path, begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What FUSE says of itself without ``statfs``."""
     uncounted = os.statvfs_result((512, 0, 0, 0, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: uncounted)
-    staging = Staging(str(tmp_path / "out"), directory=True)
+    staging = begin()
     staging.require_space(2**62, files=2**30)
     assert free_bytes(str(tmp_path / "out")) is None
-    staging.discard()
-    staging.close()
 
 
-def test_more_files_than_the_disk_has_inodes_are_refused(tmp_path) -> None:
-    staging = Staging(str(tmp_path / "out"), directory=True)
+def test_more_bytes_or_files_than_the_disk_has_are_refused_before_the_first_write(tmp_path, begin) -> None:
+    staging = begin()
+    with pytest.raises(TargetUnwritableError, match="not enough free space"):
+        staging.require_space(2**62)
     if os.statvfs(tmp_path).f_files:
         with pytest.raises(TargetUnwritableError, match="not enough free inodes"):
             staging.require_space(1, files=2**62)
-    staging.discard()
-    staging.close()
 
 
-def test_a_target_file_that_vanished_is_named(tmp_path) -> None:
-    staging = Staging(str(tmp_path / "out"), directory=True)
+def test_a_target_file_that_vanished_is_named(tmp_path, begin) -> None:
+    staging = begin()
     _write(staging.locate("there"), b"there")
     with pytest.raises(TargetUnwritableError, match="gone vanished"):
         staging.require_files(["there", "gone"])
-    staging.discard()
-    staging.close()
-
-
-@pytest.mark.parametrize("name", ["n" * 256, "ü" * 128, f"{'n' * 256}/out", f"out/{'n' * 256}/below"])
-def test_names_that_are_too_long_are_refused_before_anything_is_made(tmp_path, name: str) -> None:
-    with pytest.raises(TargetUnwritableError, match="too long"):
-        check_target(str(tmp_path / name), "source", state=TargetState.ABSENT)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("directory", [True, False])
-def test_the_longest_name_can_be_written(tmp_path, directory: bool) -> None:
-    target = tmp_path / ("n" * 255)
-    check_target(str(target), "source", state=TargetState.ABSENT)
-    staging = Staging(str(target), directory=directory)
-    _write(staging.locate("a" if directory else ""), b"whole")
-    staging.commit()
-    staging.close()
-    assert ((target / "a") if directory else target).read_bytes() == b"whole"
-    assert os.listdir(tmp_path) == ["n" * 255]
 
 
 def test_what_a_run_left_that_ended_just_after_its_target_appeared_can_be_cleared(tmp_path) -> None:
