@@ -8,16 +8,14 @@ import tempfile
 import zlib
 from unittest.mock import patch
 
-import ml_dtypes
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdpckpt.errors import SourceCorruptError, TargetUnwritableError
+from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.ir.checkpoint import Checksums
-from fsdpckpt.ir.dtypes import DTYPES, numpy_dtype
+from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
@@ -79,36 +77,12 @@ def test_a_flipped_byte_in_a_source_record_is_found_while_copying(tmp_path, nbyt
         _one_record(str(tmp_path), bytes(damaged), zlib.crc32(data))
 
 
-def test_a_file_saved_without_checksums_is_not_judged_by_them(tmp_path) -> None:
-    _one_record(str(tmp_path), random.Random(1).randbytes(3000), 0)
-
-
-def test_a_source_that_ends_early_is_an_error_not_zeros(tmp_path) -> None:
+def test_a_source_that_ends_early_is_an_error_not_zeros_and_a_file_without_checksums_is_not_judged(tmp_path) -> None:
     data = random.Random(2).randbytes(5000)
+    _one_record(str(tmp_path), data, 0)
+    os.unlink(tmp_path / "out")
     with pytest.raises(SourceCorruptError, match="ends too early"):
         _one_record(str(tmp_path), data, zlib.crc32(data), cut=7)
-
-
-def test_an_existing_target_file_is_never_overwritten_by_the_executor(tmp_path) -> None:
-    (tmp_path / "out").write_bytes(b"precious")
-    data = random.Random(3).randbytes(500)
-    with pytest.raises(TargetUnwritableError):
-        _one_record(str(tmp_path), data, zlib.crc32(data))
-    assert (tmp_path / "out").read_bytes() == b"precious"
-
-
-def test_casts_round_as_torch_does(tmp_path) -> None:
-    torch = pytest.importorskip("torch")
-    bits = np.random.default_rng(5).integers(0, 2**32, 20000, dtype=np.uint32)
-    values = np.concatenate([bits.view(np.float32), np.float32([0.0, -0.0, 65504, 65520, 448, 464, 1e-8, np.inf])])
-    values = values[~np.isnan(values)]
-    for name in ("bfloat16", "float16", "float8_e5m2", "float64"):
-        with np.errstate(all="ignore"):
-            ours = values.astype(numpy_dtype(DTYPES[name]))
-        theirs = torch.from_numpy(values).to(getattr(torch, name))
-        same = ours.view(np.uint8) == theirs.view(torch.uint8).numpy()
-        assert same.all(), name
-    assert numpy_dtype(DTYPES["bfloat16"]) == np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize("window", [4096, 10_000, 65_536, 1 << 20])
@@ -137,23 +111,3 @@ def test_files_large_enough_for_direct_writes_hold_the_same_bytes(tmp_path, wind
             budget=Budget(threads=3, window=window),
         )
     assert (tmp_path / "out").read_bytes() == expected
-
-
-@pytest.mark.parametrize("shift", [1, 2, 5])
-def test_windows_never_cut_an_element_that_is_cast(tmp_path, shift: int) -> None:
-    values = np.random.default_rng(shift).standard_normal(1000).astype(np.float32)
-    disk = Disk(str(tmp_path), [bytearray(values.tobytes())], random.Random(shift))
-    tensor = Tensor(DTYPES["float32"], (1000,), Chunks.whole(file=0, offset=0, shape=(1000,)))
-    file = TargetFile("out")
-    file.add_literal(bytes(shift))
-    file.add_write_item(tensor, dtype=DTYPES["float64"])
-    with Sources() as sources:
-        run_plan(
-            make_plan(Target([file])),
-            files=disk.save(),
-            checksums=Checksums.of([]),
-            sources=sources,
-            locate=lambda path: os.path.join(tmp_path, path),
-            budget=Budget(threads=1, window=100),
-        )
-    assert (tmp_path / "out").read_bytes() == bytes(shift) + values.astype(np.float64).tobytes()

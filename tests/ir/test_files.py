@@ -6,8 +6,6 @@ import pytest
 
 from fsdpckpt.errors import InternalError
 from fsdpckpt.ir.files import Inline, Stored, Zeros, path_of, paths_in, require_stored, stored_by_number
-from fsdpckpt.readers.side_files import SideFiles
-from fsdpckpt.storage import Entry
 
 FILES = [Stored("a.pt", 3), Zeros(4), Inline(b"xy"), Zeros(4), Stored("zeros:", 5)]
 
@@ -23,13 +21,3 @@ def test_what_this_program_makes_is_no_file() -> None:
     for made in FILES[1:3]:
         with pytest.raises(InternalError, match="are taken for a file"):
             require_stored(made)
-
-
-def test_a_side_file_is_counted_after_all_that_is_made() -> None:
-    """Several sections make zeros each, and they are equal."""
-    beside = SideFiles()
-    beside.add(
-        {"x": Entry("b.pt", "dir/b.pt", 7, directory=False), "y": Entry("a.pt", "a.pt", 3, directory=False)}, FILES
-    )
-    numbers = {name: int(tensor.chunks.file[0]) for name, tensor in beside.files.items()}
-    assert numbers == {"x": len(FILES), "y": 0} and beside.sources == [Stored("dir/b.pt", 7)]

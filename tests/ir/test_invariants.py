@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceCorruptError, SourceIncompleteError, SourceUnsupportedError
 from fsdpckpt.ir import coverage, invariants
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin, Problem, Section
+from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Problem, Section
 from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.fatal import fatal
@@ -24,6 +25,9 @@ from fsdpckpt.ir.files import Stored
 from fsdpckpt.ir.invariants import problems
 from fsdpckpt.ir.optimizer import Optimizer, OwnValue
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
+from tests.ir.checkpoints import checkpoint as full
+from tests.ir.checkpoints import tensor as whole
+from tests.ir.checkpoints import with_origin
 
 F32 = DTYPES["float32"]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -43,21 +47,12 @@ def tensor(shape: Sequence[int], boxes: Sequence[Box], ranks: Sequence[int] | No
 
 
 def at(offset: int, shape: Sequence[int], stride: Sequence[int] | None = None, file: int = 0) -> Tensor:
-    return Tensor(F32, tuple(shape), Chunks.whole(file=file, offset=offset, shape=shape, stride=stride))
+    return whole(*shape, offset=offset, stride=stride, file=file)
 
 
-def checkpoint(
-    model: dict[str, Tensor] | None = None, optim: Optimizer | None = None, world_size: int = 1
-) -> Checkpoint:
+def checkpoint(model: Any = None, optim: Optimizer | None = None, world_size: int = 1) -> Checkpoint:
     files = tuple(Stored(f"rank_{rank}.pt", 1 << 20) for rank in range(world_size))
-    state = ModelState(dict(model)) if model is not None else None
-    return Checkpoint(
-        Origin("SRC", Layout.SHARDED, Container.TORCH, "plain", world_size),
-        files=files,
-        model=state,
-        optim=optim,
-        extra={},
-    )
+    return with_origin(full(model, optim, files=files), layout=Layout.SHARDED, world_size=world_size)
 
 
 @st.composite
@@ -194,14 +189,6 @@ def test_a_grid_of_fsdp_by_tp_on_thousands_of_ranks_is_checked_without_comparing
     assert time.perf_counter() - begun < 0.5
     (flaw,) = flaws(tensor((192, 320), boxes[:-1]))
     assert (flaw.kind, flaw.elements, (flaw.start, flaw.size)) == ("incomplete", 15, boxes[-1])
-
-
-def test_uneven_rows_on_many_ranks_with_replicas_are_fine() -> None:
-    rows = [((k * 7, 0), (min(7, 1000 - k * 7), 3)) for k in range(143)]
-    assert flaws(tensor((1000, 3), rows * 2)) == []
-    assert [flaw.kind for flaw in flaws(tensor((1000, 3), rows[:60] + rows[61:]))] == ["incomplete"]
-    longer = [*rows[:60], ((420, 0), (8, 3)), *rows[61:]]
-    assert [flaw.kind for flaw in flaws(tensor((1000, 3), longer))] == ["overlap"]
 
 
 def test_zero_dimensional_and_empty_tensors() -> None:

@@ -105,11 +105,12 @@ def test_every_kind_of_value_arrives_as_it_was_saved(source: str, request: pytes
     assert differences(loaded, content()) == []
 
 
-def test_a_state_dict_may_have_the_sections_under_other_keys(full: Path) -> None:
+def test_a_state_dict_may_have_the_sections_under_other_keys_or_a_model_alone_at_its_top(full: Path) -> None:
     expected = content()
     state = {"app": {"weights": blank(expected["model"]), "opt": blank(expected["optimizer"])}}
     loaded = filled(full, state, model="app.weights", optimizer="app.opt")
     assert differences(loaded, {"app": {"weights": expected["model"], "opt": expected["optimizer"]}}) == []
+    assert differences(filled(full, blank(expected["model"]), model=""), expected["model"]) == []
 
 
 @pytest.mark.parametrize(
@@ -122,15 +123,6 @@ def test_a_dcp_source_is_loaded_by_its_own_keys_as_pytorch_does(nest: Any, tmp_p
         state = blank(saved)
         dcp.load(state, storage_reader=reader)
         assert differences(state, saved) == []
-
-
-def test_a_bare_model_state_dict_is_filled_at_its_top_level(full: Path) -> None:
-    assert differences(filled(full, blank(content()["model"]), model=""), content()["model"]) == []
-
-
-def test_an_entry_that_nobody_asks_for_is_not_read(full: Path) -> None:
-    loaded = filled(full, {"model": {"up.bias": torch.empty(19, dtype=torch.bfloat16)}})
-    assert differences(loaded, {"model": {"up.bias": content()["model"]["up.bias"]}}) == []
 
 
 def test_sections_that_would_get_the_same_keys_are_refused(tmp_path: Path) -> None:
@@ -209,22 +201,17 @@ def test_a_tensor_inside_a_value_keeps_its_order_in_memory(as_dcp: bool, tmp_pat
     assert state["buffers"][0].stride() == value[0].stride()
 
 
-def test_a_conjugated_view_is_filled_with_the_numbers_of_the_checkpoint(tmp_path: Path) -> None:
-    saved = torch.randn(5, 3, dtype=torch.complex64)
+@pytest.mark.parametrize(
+    "target", [torch.zeros(5, 3, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(5))], ids=["conj", "neg"]
+)
+def test_a_conjugated_or_negated_view_is_filled_with_the_numbers_of_the_checkpoint(
+    target: torch.Tensor, tmp_path: Path
+) -> None:
+    saved = torch.randn(target.shape, dtype=target.dtype)
     torch.save({"model": {"w": saved}}, tmp_path / "full.pt")
-    target = torch.zeros(5, 3, dtype=torch.complex64).conj()
     filled(tmp_path / "full.pt", {"model": {"w": target}})
     assert identical(target, saved)
-    assert target.is_conj()
-
-
-def test_a_negated_view_is_filled_with_the_numbers_of_the_checkpoint(tmp_path: Path) -> None:
-    saved = torch.randn(5)
-    torch.save({"model": {"w": saved}}, tmp_path / "full.pt")
-    target = torch._neg_view(torch.zeros(5))
-    assert target.is_neg() and target.is_contiguous()
-    filled(tmp_path / "full.pt", {"model": {"w": target}})
-    assert identical(target, saved)
+    assert target.is_conj() is target.is_complex() and target.is_neg() is not target.is_complex()
 
 
 def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
@@ -415,14 +402,6 @@ def test_a_save_while_a_rank_loads_is_noticed(tmp_path: Path) -> None:
         reader.read_data(planner.create_local_plan(), planner)
 
 
-def test_one_reader_can_load_twice(full: Path) -> None:
-    reader = fsdpckpt.StorageReader(full)
-    for _ in range(2):
-        state = {"model": blank(content()["model"])}
-        dcp.load(state, storage_reader=reader)
-        assert differences(state["model"], content()["model"]) == []
-
-
 def test_a_source_behind_a_url_is_read_by_ranges() -> None:
     fsspec = pytest.importorskip("fsspec")
     with fsspec.open("memory://loading/full.pt", "wb") as file:
@@ -569,23 +548,14 @@ def test_a_shard_in_other_strides_is_filled_in_parts(tmp_path: Path, monkeypatch
         assert identical(target.to_local(), weight[12:18])
 
 
-@pytest.mark.parametrize(("odd", "case"), [(3, over_tp(3, 2)), (5, over_tp(4, 2))], ids=["7 rows", "9 rows"])
-def test_uneven_rows_cut_twice_are_filled_where_torch_asks_for_other_boxes(
-    tmp_path: Path, odd: int, case: MeshCase
-) -> None:
-    """FSDP2 over tensor parallelism: the plan that torch makes for such a rank names wrong rows, or too many."""
-    torch.save({"model": net(1, odd).state_dict()}, tmp_path / "full.pt")
-    wrong = 0
-    for rank in range(case.world_size):
-        with as_rank(rank, case.world_size):
-            expected = dict(sharded_model(case, lambda: net(1, odd)).state_dict())
-            weight = expected["col.weight"]
-            size, _ = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-            wrong += size != tuple(weight.to_local().shape)
+def require_filled(path: Path, world_size: int, model: Any, step: int) -> None:
+    """Every ``step``-th rank's model, which ``model`` makes there, is filled with what it holds."""
+    for rank in range(0, world_size, step):
+        with as_rank(rank, world_size):
+            expected = dict(model())
             state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
-            dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
+            dcp.load(state, storage_reader=fsdpckpt.StorageReader(path), no_dist=True)
             assert not differences(state["model"], expected)
-    assert wrong
 
 
 @pytest.mark.parametrize(
@@ -600,12 +570,34 @@ def test_uneven_rows_cut_twice_are_filled_where_torch_asks_for_other_boxes(
 def test_every_mesh_is_filled(tmp_path: Path, case: MeshCase) -> None:
     size, odd = (case.world_size, 0) if case.rows else (4, 3)
     torch.save({"model": net(size, odd).state_dict()}, tmp_path / "full.pt")
-    for rank in range(0, case.world_size, max(3, case.world_size // 4)):
-        with as_rank(rank, case.world_size):
-            expected = dict(sharded_model(case, lambda: net(size, odd)).state_dict())
-            state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
-            dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
-            assert not differences(state["model"], expected)
+    model = lambda: sharded_model(case, lambda: net(size, odd)).state_dict()  # noqa: E731
+    require_filled(tmp_path / "full.pt", case.world_size, model, max(3, case.world_size // 4))
+
+
+@pytest.mark.parametrize(("odd", "case"), [(3, over_tp(3, 2)), (5, over_tp(4, 2))], ids=["7 rows", "9 rows"])
+def test_uneven_rows_cut_twice_are_filled_where_torch_asks_for_other_boxes(
+    tmp_path: Path, odd: int, case: MeshCase
+) -> None:
+    """FSDP2 over tensor parallelism: the plan that torch makes for such a rank names wrong rows, or too many."""
+    torch.save({"model": net(1, odd).state_dict()}, tmp_path / "full.pt")
+    wrong: list[bool] = []
+
+    def model() -> dict[str, Any]:
+        held = sharded_model(case, lambda: net(1, odd)).state_dict()
+        weight = held["col.weight"]
+        size, _ = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        wrong.append(size != tuple(weight.to_local().shape))
+        return held
+
+    require_filled(tmp_path / "full.pt", case.world_size, model, 1)
+    assert any(wrong)
+
+
+@pytest.mark.parametrize("case", [ExpertMesh(1, 4, 2), ExpertMesh(2, 8, 4), ExpertMesh(4, 16, 8)], ids=str)
+def test_both_meshes_of_a_mixture_of_experts_are_filled(tmp_path: Path, case: ExpertMesh) -> None:
+    torch.save({"model": mixture().state_dict()}, tmp_path / "full.pt")
+    model = lambda: with_moments(case.sharded())["model"]  # noqa: E731
+    require_filled(tmp_path / "full.pt", case.world_size, model, max(1, case.world_size // 4))
 
 
 class OwnPlanner(DefaultLoadPlanner):
@@ -634,14 +626,3 @@ def test_safetensors_of_a_mesh_of_one_dimension_fill_one_of_several_by_a_planner
             reader = fsdpckpt.StorageReader(tmp_path, model="")
             dcp.load(state, storage_reader=reader, planner=OwnPlanner(allow_partial_load=True), no_dist=True)
             assert not differences({name.removeprefix("renamed."): value for name, value in state.items()}, expected)
-
-
-@pytest.mark.parametrize("case", [ExpertMesh(1, 4, 2), ExpertMesh(2, 8, 4), ExpertMesh(4, 16, 8)], ids=str)
-def test_both_meshes_of_a_mixture_of_experts_are_filled(tmp_path: Path, case: ExpertMesh) -> None:
-    torch.save({"model": mixture().state_dict()}, tmp_path / "full.pt")
-    for rank in range(0, case.world_size, max(1, case.world_size // 4)):
-        with as_rank(rank, case.world_size):
-            expected = with_moments(case.sharded())["model"]
-            state = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
-            dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path / "full.pt"), no_dist=True)
-            assert not differences(state["model"], dict(expected))

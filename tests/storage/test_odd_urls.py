@@ -39,6 +39,7 @@ def test_an_empty_name_or_dots_in_a_url_are_refused_before_the_store_is_opened(
 def test_python_takes_no_unfinished_url_for_a_local_path(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fsdpckpt.storage.retry.FIRST_PAUSE", 0.0)
     monkeypatch.chdir(tmp_path)
     torch.save({"w": torch.ones(2)}, "source.pt")
     for work in (

@@ -17,8 +17,6 @@ from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.optimizer import Optimizer
-from fsdpckpt.ir.placements import Shard, StridedShard
-from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.options import TensorForm
 from fsdpckpt.writers import WriteSpec, torch_ranks
 from fsdpckpt.writers import dcp as dcp_writer
@@ -28,7 +26,6 @@ from tests.readers.played_ranks import as_rank, save_as_ranks
 from tests.writers.meshes import (
     MESHES,
     MeshCase,
-    all_three,
     assert_equal,
     held,
     hsdp,
@@ -180,15 +177,3 @@ def test_a_sharded_tensor_cannot_be_on_a_mesh_of_tensor_parallelism() -> None:
     _, source = source_of(over_tp(2, 2), 0)
     with pytest.raises(UsageError, match=r"col.weight is \[_StridedShard\(0, sf=2\), Shard\(0\)\] on the mesh"):
         torch_ranks.lay_out(source, replace(spec_of(over_tp(2, 2)), tensor=TensorForm.SHARDED_TENSOR))
-
-
-def test_fsdp_over_tensor_parallelism_cuts_last_and_says_so_by_split_factors() -> None:
-    mesh = all_three(4, 4, 4).mesh
-    assert as_fully_shard(mesh, [None] * len(mesh.sizes)).placements == (None,) * len(mesh.sizes)
-
-    assert as_fully_shard(mesh, [Shard(0), Shard(0), Shard(0)]).placements == (
-        StridedShard(0, 16),
-        StridedShard(0, 4),
-        Shard(0),
-    )
-    assert as_fully_shard(mesh, [Shard(1), Shard(0), Shard(1)]).placements == (StridedShard(1, 4), Shard(0), Shard(1))

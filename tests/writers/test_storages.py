@@ -37,9 +37,3 @@ def test_tensors_that_overlap_by_parts_of_an_element_are_copied_apart_and_noted(
 
 def test_equal_places_in_different_files_are_not_shared():
     assert sharing([at(64), at(64, file=1), at(80)], {}) == ({}, [])
-
-
-def test_tensors_that_overlap_by_whole_elements_view_one_record():
-    tensors = [at(64), at(72)]
-    views, notes = sharing(tensors, {})
-    assert [views[tensor].offset for tensor in tensors] == [0, 2] and not notes
