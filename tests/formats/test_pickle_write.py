@@ -9,6 +9,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
 from fsdpckpt.formats.pickle.opcodes import StorageView, integer, integers
@@ -62,20 +63,7 @@ class Views:
 
 SCALARS = {
     "ints": [
-        0,
-        255,
-        256,
-        65535,
-        65536,
-        -1,
-        2**31 - 1,
-        2**31,
-        -(2**31),
-        -(2**31) - 1,
-        2**63,
-        -(2**63),
-        2**70,
-        -(2**2100),
+        0, 255, 256, 65535, 65536, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**63, -(2**63), 2**70, -(2**2100),
     ],
     "floats": [0.1, -0.0, float("inf"), 1e300],
     "others": [None, True, False, "", "é\u20ac", "x" * 300, b"", b"ab\xff\x00", bytearray(b"zz"), bytearray(), 1 + 2j],
@@ -83,19 +71,14 @@ SCALARS = {
     "empty": {},
     "one": {"key": [1]},
     5: {7: "int keys", (1, "a"): "tuple keys", None: "none"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "value",
     [
         SCALARS,
-        {
-            "list": list(range(999)),
-            "full batch": list(range(1000)),
-            "more": list(range(1001)),
-            "many": list(range(2500)),
-        },
+        {f"{count} items": list(range(count)) for count in (999, 1000, 1001, 2500)},  # in batches of 1000
         {"dict": {n: -n for n in range(999)}, "full": {n: n for n in range(1000)}, "more": {n: n for n in range(1001)}},
         {"ordered": OrderedDict((n, n) for n in range(1001)), "exact": OrderedDict((n, n) for n in range(1000))},
         [OrderedDict(), OrderedDict(a=1), [[]], [[1]], ({},)],
@@ -141,18 +124,12 @@ def test_a_state_dict_gets_the_opcodes_torch_save_gives_it():
     assert opcodes(written) == opcodes(data_pkl({"model": real, "optimizer": optimizer}))
 
 
-def test_containers_held_twice_stay_one_object():
+def test_containers_held_twice_stay_one_object_and_equal_ones_are_not_made_one():
     betas, group = (0.9, 0.95), [1, 2]
-    loaded = pickle.loads(dumps({"a": betas, "b": betas, "c": group, "d": {"e": group}}))
+    loaded = pickle.loads(dumps({"a": betas, "b": betas, "c": group, "d": {"e": group}, "f": [1, 2]}))
     assert loaded["a"] is loaded["b"]
     assert loaded["c"] is loaded["d"]["e"]
-    assert loaded["c"] == [1, 2]
-
-
-def test_equal_but_separate_lists_stay_separate():
-    loaded = pickle.loads(dumps([[1, 2], [1, 2]]))
-    assert loaded == [[1, 2], [1, 2]]
-    assert loaded[0] is not loaded[1]
+    assert loaded["c"] == [1, 2] == loaded["f"] and loaded["c"] is not loaded["f"]
 
 
 def test_a_set_is_written_the_same_way_whatever_its_order():
@@ -169,20 +146,15 @@ def test_objects_keep_their_calls_states_and_entries():
     fifo = Object(Global("collections", "deque"), ((), 3), items=[1, 2])
     default = Object(Global("collections", "defaultdict"), (Global("builtins", "list"),), entries=[("k", [1])])
     dtype = Global("torch", "bfloat16")
-    loaded = pickle.loads(dumps([size, counter, namespace, fifo, default, dtype]))
+    nested = Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState")
+    loaded = pickle.loads(dumps([size, counter, namespace, fifo, default, dtype, nested]))
     assert loaded[0] == torch.Size((3, 4)) and type(loaded[0]) is torch.Size
     assert loaded[1] == {"a": 2}
     assert loaded[2].lr == 0.5
     assert list(loaded[3]) == [1, 2] and loaded[3].maxlen == 3
     assert loaded[4]["k"] == [1] and loaded[4]["new"] == []
     assert loaded[5] is torch.bfloat16
-
-
-def test_a_nested_class_becomes_getattr_of_its_outer_one():
-    name = Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState")
-    import torch.distributed._shard.sharded_tensor.api as api
-
-    assert pickle.loads(dumps(name)) is api.ShardedTensor.ProcessGroupState
+    assert loaded[6] is ShardedTensor.ProcessGroupState
 
 
 @pytest.mark.parametrize("name", [("os", "system"), ("builtins", "eval"), ("torch", "load")])
@@ -191,26 +163,21 @@ def test_a_name_outside_the_closed_set_is_not_written(name):
         dumps({"x": [Object(Global(*name), ("true",))]})
 
 
-def test_a_type_that_is_no_checkpoint_value_is_not_written():
-    with pytest.raises(InternalError, match="frozenset"):
-        dumps({"x": frozenset({1})})
-    with pytest.raises(InternalError, match="no storages"):
-        dumps(Views().add(torch.randn(2), "0"))
-
-
-def test_a_value_that_contains_itself_is_refused():
+def test_what_is_no_checkpoint_value_is_not_written():
     loop: list = [1]
     loop.append({"again": loop})
-    with pytest.raises(SourceUnsupportedError, match="contains itself"):
-        dumps(loop)
+    for value, error, words in (
+        ({"x": frozenset({1})}, InternalError, "frozenset"),
+        (Views().add(torch.randn(2), "0"), InternalError, "no storages"),
+        (loop, SourceUnsupportedError, "contains itself"),
+    ):
+        with pytest.raises(error, match=words):
+            dumps(value)
 
 
-@pytest.mark.parametrize("value", [n + d for b in range(0, 80, 4) for n in (2**b, -(2**b)) for d in (-1, 0, 1)])
-def test_every_int_is_written_as_pickle_writes_it(value):
-    assert b"\x80\x02" + integer(value) + b"." == pickle.dumps(value, 2)
-
-
-def test_tuples_of_ints_load_whatever_their_length():
+def test_every_int_and_every_tuple_of_ints_is_written_as_pickle_writes_it():
+    for value in (n + d for b in range(0, 80, 4) for n in (2**b, -(2**b)) for d in (-1, 0, 1)):
+        assert b"\x80\x02" + integer(value) + b"." == pickle.dumps(value, 2)
     for length in range(6):
         values = tuple(range(250, 250 + length))
         assert pickle.loads(b"\x80\x02" + integers(values) + b".") == values

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import io
+import pickle
 import zipfile
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 
 from fsdpckpt.errors import (
+    FsdpckptError,
     SourceCorruptError,
     SourceUnrecognisedError,
     SourceUnsafeError,
@@ -44,16 +49,12 @@ def saveable(name: str) -> bool:
 SAVEABLE = [name for name in DTYPES if saveable(name)]
 
 
-def test_torch_saves_nearly_all_types() -> None:
+def test_every_dtype() -> None:
     assert len(SAVEABLE) >= 25
-
-
-@pytest.mark.parametrize("name", SAVEABLE)
-def test_every_dtype(name: str) -> None:
-    dtype = getattr(torch, name)
-    value = {"whole": any_values((3, 5), dtype), "one": any_values((), dtype), "none": any_values((0, 4), dtype)}
-    found = same(value)
-    assert found["whole"].dtype is DTYPES[name]
+    for name in SAVEABLE:
+        dtype = getattr(torch, name)
+        value = {"whole": any_values((3, 5), dtype), "one": any_values((), dtype), "none": any_values((0, 4), dtype)}
+        assert same(value)["whole"].dtype is DTYPES[name]
 
 
 def test_views_and_strides_are_read_through_their_storage() -> None:
@@ -75,16 +76,12 @@ def test_views_and_strides_are_read_through_their_storage() -> None:
     assert found["slice"].chunks.offset[0] == found["base"].chunks.offset[0] + 4 * (2 * 11 + 3)
 
 
-def test_tied_tensors_lie_in_one_place() -> None:
-    shared = any_values((4, 3), torch.float16)
-    found = same({"wte": shared, "lm_head": shared, "view": shared.view(3, 4), "other": shared.clone()})
+def test_tied_tensors_lie_in_one_place_and_one_that_is_smaller_than_its_storage_reads_only_itself() -> None:
+    shared, padded = any_values((4, 3), torch.float16), any_values((81,), torch.float32)
+    held = {"wte": shared, "lm_head": shared, "view": shared.view(3, 4), "other": shared.clone()}
+    found = same({**held, "shard": padded[:72].view(8, 9)})
     places = {name: int(tensor.chunks.offset[0]) for name, tensor in found.items()}
     assert places["wte"] == places["lm_head"] == places["view"] != places["other"]
-
-
-def test_a_tensor_smaller_than_its_storage_reads_only_itself() -> None:
-    padded = any_values((81,), torch.float32)
-    found = same({"shard": padded[:72].view(8, 9)})
     assert found["shard"].nbytes == 72 * 4
 
 
@@ -114,6 +111,8 @@ def test_nesting_keys_and_other_values_survive() -> None:
     assert isinstance(found["rng"][1], Object)
     assert found["size"] == Object(Global("torch", "Size"), ((3,),))
     same({key: part for key, part in value.items() if key in ("optimizer", 7)})
+    same(any_values((3, 2), torch.float32))
+    same([any_values((3, 2), torch.float32), {"a": any_values((1,), torch.uint8)}])
 
 
 def test_a_part_of_a_sharded_tensor_that_stands_alone_is_an_object_as_it_was_made() -> None:
@@ -122,36 +121,22 @@ def test_a_part_of_a_sharded_tensor_that_stands_alone_is_an_object_as_it_was_mad
     assert (found.new, found.has_state, found.state["shard_sizes"]) == (True, True, [3])
 
 
-def test_a_lone_tensor_and_a_list_at_the_top() -> None:
-    same(any_values((3, 2), torch.float32))
-    same([any_values((3, 2), torch.float32), {"a": any_values((1,), torch.uint8)}])
-
-
-def test_parameters_are_sharded_and_scalars_are_not() -> None:
+def test_parameters_and_the_clone_mark_of_fsdp1_tell_what_is_sharded_from_buffers() -> None:
     layer = nn.Linear(3, 2)
     layer.weight.extra = "attribute"  # type: ignore[attr-defined]
-    found = loaded(saved({"w": layer.weight, "b": layer.bias, "plain": layer.bias.detach(), "step": torch.tensor(1.0)}))
-    assert {name: tensor.sharded for name, tensor in found.items()} == {
-        "w": True,
-        "b": True,
-        "plain": None,
-        "step": False,
-    }
-    assert found["w"].shape == (2, 3)
-
-
-def test_the_clone_mark_of_fsdp1_tells_parameters_from_buffers() -> None:
     model = {name: any_values((2, 3), torch.float32, seed) for seed, name in enumerate("abc")}
     for name in "ab":
         model[name]._has_been_cloned = True  # type: ignore[attr-defined]
-    found = loaded(saved({"model": model, "other": {"x": any_values((2,), torch.float32)}}))
-    assert {name: tensor.sharded for name, tensor in found["model"].items()} == {"a": True, "b": True, "c": False}
-    assert found["other"]["x"].sharded is None
-
-
-def test_a_buffer_says_that_it_is_one() -> None:
-    found = loaded(saved({"buf": nn.Buffer(any_values((2,), torch.float32))}))
-    assert found["buf"].sharded is False
+    buffer = nn.Buffer(any_values((2,), torch.float32))
+    plain = {"w": layer.weight, "b": layer.bias, "plain": layer.bias.detach(), "step": torch.tensor(1.0), "buf": buffer}
+    found = loaded(saved({"of module": plain, "model": model, "other": {"x": any_values((2,), torch.float32)}}))
+    sharded = {key: {name: tensor.sharded for name, tensor in held.items()} for key, held in found.items()}
+    assert sharded == {
+        "of module": {"w": True, "b": True, "plain": None, "step": False, "buf": False},
+        "model": {"a": True, "b": True, "c": False},
+        "other": {"x": None},
+    }
+    assert found["of module"]["w"].shape == (2, 3)
 
 
 REFUSED = {
@@ -177,8 +162,6 @@ def test_values_that_are_no_strided_tensors_are_all_refused_by_key() -> None:
 
 
 def test_a_tensor_inside_an_object_is_refused_and_in_a_defaultdict_read() -> None:
-    import argparse
-
     held = defaultdict(dict, w=any_values((2,), torch.float32))
     found = loaded(saved({"d": held}))
     assert isinstance(found["d"]["w"], Tensor)
@@ -227,12 +210,7 @@ def test_sets_are_read_with_what_is_in_them(protocol: int) -> None:
     assert found["c"] == {Object(Global("builtins", "frozenset"), ([3, 4],))}
 
 
-def test_unknown_types_are_refused_before_anything_else() -> None:
-    with pytest.raises(SourceUnsafeError, match=r"torch._C.Generator"):
-        loaded(saved({"g": torch.Generator(), "c": any_values((3,), torch.complex64).conj()}))
-
-
-def test_checksum_rows_cover_every_record() -> None:
+def test_checksum_rows_cover_every_record_and_there_are_none_without_checksums() -> None:
     data = saved({"a": any_values((300,), torch.float32), "b": torch.empty(0)})
     rows = load_torch(MemoryFile(data), 5)[1]
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -240,9 +218,6 @@ def test_checksum_rows_cover_every_record() -> None:
             (info.file_size, info.CRC) for info in archive.infolist()
         )
     assert {row[0] for row in rows} == {5}
-
-
-def test_a_file_saved_without_checksums_has_no_rows() -> None:
     torch.serialization.set_crc32_options(False)
     try:
         data = saved({"a": any_values((30,), torch.float32)})
@@ -253,12 +228,6 @@ def test_a_file_saved_without_checksums_has_no_rows() -> None:
     assert value["a"].shape == (30,)  # type: ignore[index,call-overload,union-attr]
 
 
-def test_a_big_endian_file_is_refused() -> None:
-    data = rewritten(saved({"a": any_values((3,), torch.float32)}), {"byteorder": b"big"})
-    with pytest.raises(SourceUnsupportedError, match="big-endian"):
-        loaded(data)
-
-
 def test_a_file_that_another_zip_writer_wrote_is_read() -> None:
     value = {"a": any_values((3, 9), torch.float32), "b": any_values((2,), torch.int64)}
     data = rewritten(saved(value), {".format_version": None, "byteorder": None})
@@ -267,70 +236,83 @@ def test_a_file_that_another_zip_writer_wrote_is_read() -> None:
     assert data[offset : offset + 108] == value["a"].numpy().tobytes()
 
 
-def test_archives_of_something_else_are_not_recognised(tmp_path: Any) -> None:
-    stream = io.BytesIO()
-    np.savez(stream, a=np.arange(3))
-    with pytest.raises(SourceUnrecognisedError, match=r"data.pkl"):
-        loaded(stream.getvalue())
-    path = tmp_path / "script.pt"
-    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(path))
-    with pytest.raises(SourceUnrecognisedError, match="TorchScript"):
-        loaded(path.read_bytes())
-
-
-def test_a_missing_or_short_record_is_refused() -> None:
-    data = saved({"a": any_values((30,), torch.float32)})
-    with pytest.raises(SourceCorruptError, match="data/0 is missing"):
-        loaded(rewritten(data, {"data/0": None}))
-    with pytest.raises(SourceCorruptError, match="too short") as error:
-        loaded(rewritten(data, {"data/0": b"x" * 119}))
-    assert (error.value.expected, error.value.found) == ("120 bytes", "119 bytes")
-
-
 def pickled_tensor(size: bytes, stride: bytes, offset: bytes = b"K\x00", numel: bytes = b"K\x04") -> bytes:
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + numel + b"tQ"
     hooks = b"ccollections\nOrderedDict\n)R"
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + size + stride + b"\x89" + hooks + b"tR."
 
 
-@pytest.mark.parametrize(
-    "pickled",
-    [
-        pickled_tensor(b"K\x05\x85", b"K\x01\x85"),  # more elements than the storage
-        pickled_tensor(b"K\x04\x85", b"K\x02\x85"),  # strides that leave it
-        pickled_tensor(b"K\x04\x85", b"K\x01\x85", offset=b"K\x01"),
-        pickled_tensor(b"K\x04\x85", b"J\xff\xff\xff\xff\x85"),  # negative stride
-        pickled_tensor(b"J\xff\xff\xff\xff\x85", b"K\x01\x85"),  # negative size
-        pickled_tensor(b"K\x04\x85", b"K\x01\x85", offset=b"J\xff\xff\xff\xff"),
-        pickled_tensor(b"K\x04\x85", b"K\x01K\x01\x86"),
-        pickled_tensor(b"X\x01\x00\x00\x004\x85", b"K\x01\x85"),
-        pickled_tensor(b"K\x04\x85", b"K\x01\x85", numel=b"J\xff\xff\xff\x7f"),
-        pickled_tensor(b"K\x04\x85", b"K\x01\x85", numel=b"J\xff\xff\xff\xff"),
-        pickled_tensor(b"N", b"K\x01\x85"),
-        pickled_tensor(b"K\x04\x85", b"K\x01\x85")[:-1] + b"}X\x06\x00\x00\x00offsetK\x00sb.",  # BUILD on a tensor
-        pickled_tensor(b"K\x04\x85", b"K\x01\x85")[:-1] + b"N}X\x06\x00\x00\x00offsetK\x00s\x86b.",
-    ],
-)
-def test_a_tensor_that_does_not_fit_its_storage_is_refused(pickled: bytes) -> None:
-    data = saved({"a": any_values((4,), torch.float32)})
-    assert loaded(rewritten(data, {"data.pkl": pickled_tensor(b"K\x04\x85", b"K\x01\x85")})).shape == (4,)
-    with pytest.raises(SourceCorruptError):
-        loaded(rewritten(data, {"data.pkl": pickled}))
+ONE, THIRTY = saved({"a": any_values((4,), torch.float32)}), saved({"a": any_values((30,), torch.float32)})
+FITS = pickled_tensor(b"K\x04\x85", b"K\x01\x85")
+UNFIT = {
+    "more elements than the storage": pickled_tensor(b"K\x05\x85", b"K\x01\x85"),
+    "strides that leave it": pickled_tensor(b"K\x04\x85", b"K\x02\x85"),
+    "an offset that leaves it": pickled_tensor(b"K\x04\x85", b"K\x01\x85", offset=b"K\x01"),
+    "a negative stride": pickled_tensor(b"K\x04\x85", b"J\xff\xff\xff\xff\x85"),
+    "a negative size": pickled_tensor(b"J\xff\xff\xff\xff\x85", b"K\x01\x85"),
+    "a negative offset": pickled_tensor(b"K\x04\x85", b"K\x01\x85", offset=b"J\xff\xff\xff\xff"),
+    "two strides": pickled_tensor(b"K\x04\x85", b"K\x01K\x01\x86"),
+    "a size that is a text": pickled_tensor(b"X\x01\x00\x00\x004\x85", b"K\x01\x85"),
+    "a storage of 2**31 elements": pickled_tensor(b"K\x04\x85", b"K\x01\x85", numel=b"J\xff\xff\xff\x7f"),
+    "a storage of -1": pickled_tensor(b"K\x04\x85", b"K\x01\x85", numel=b"J\xff\xff\xff\xff"),
+    "no size": pickled_tensor(b"N", b"K\x01\x85"),
+    "BUILD on a tensor": FITS[:-1] + b"}X\x06\x00\x00\x00offsetK\x00sb.",
+    "BUILD on a tensor, with slots": FITS[:-1] + b"N}X\x06\x00\x00\x00offsetK\x00s\x86b.",
+}
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def itself() -> bytes:
     loop: list[Any] = [any_values((1,), torch.float32)]
     loop.append((loop,))
-    with pytest.raises(SourceCorruptError, match="contains itself"):
-        loaded(saved(loop))
+    return saved(loop)
+
+
+def too_deep() -> bytes:
     deep: Any = 1
     for _ in range(300):
         deep = (deep,)
-    data = saved({"a": 1})
-    with pytest.raises(SourceCorruptError, match="deep"):
-        import pickle
+    pickled = pickle.dumps([deep, [[]]], protocol=2).replace(b"K\x01", b"]", 1)
+    return rewritten(ONE, {"data.pkl": pickled})
 
-        loaded(rewritten(data, {"data.pkl": pickle.dumps([deep, [[]]], protocol=2).replace(b"K\x01", b"]", 1)}))
+
+def of_numpy() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, a=np.arange(3))
+    return stream.getvalue()
+
+
+def torch_script() -> bytes:
+    stream = io.BytesIO()
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), stream)
+    return stream.getvalue()
+
+
+# fmt: off
+NOT_READ: dict[str, tuple[Callable[[], bytes], type[FsdpckptError], str | None]] = {
+    **{name: (partial(rewritten, ONE, {"data.pkl": pickled}), SourceCorruptError, None)
+       for name, pickled in UNFIT.items()},
+    "a value that contains itself": (itself, SourceCorruptError, "contains itself"),
+    "values in values without end": (too_deep, SourceCorruptError, "deep"),
+    "a record that is missing": (
+        lambda: rewritten(THIRTY, {"data/0": None}), SourceCorruptError, "data/0 is missing"),
+    "a record that is short": (
+        lambda: rewritten(THIRTY, {"data/0": b"x" * 119}), SourceCorruptError, "(?s)too short.*120 bytes.*119 bytes"),
+    "a big-endian file": (lambda: rewritten(ONE, {"byteorder": b"big"}), SourceUnsupportedError, "big-endian"),
+    "unknown types, before anything else": (
+        lambda: saved({"g": torch.Generator(), "c": any_values((3,), torch.complex64).conj()}), SourceUnsafeError,
+        r"torch._C.Generator"),
+    "an archive of numpy": (of_numpy, SourceUnrecognisedError, r"data.pkl"),
+    "TorchScript": (torch_script, SourceUnrecognisedError, "TorchScript"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_torch_did_not_save_so_is_refused(name: str) -> None:
+    make, error, words = NOT_READ[name]
+    with pytest.raises(error, match=words):
+        loaded(make())
+    assert loaded(rewritten(ONE, {"data.pkl": FITS})).shape == (4,)
 
 
 def stub(**attributes: Any) -> StubInstance:
@@ -390,20 +372,15 @@ def test_a_mesh_whose_ranks_are_not_in_order_says_in_which_they_are(
 
 
 def test_the_ranks_of_a_job_are_a_tensor_too() -> None:
-    ranks = StoredTensor(DTYPES["int32"], (6,), (1,), 0)
-    mesh = mesh_of(_layout=stub(shape=(2, 3), stride=(3, 1)), _rank_map=ranks, _coordinate_on_dim=[1, 2])
-    assert (mesh.ranks, mesh.world, mesh.rank) == (tuple(range(6)), tuple(range(6)), 5)
+    stored = {"_rank_map": StoredTensor(DTYPES["int32"], (6,), (1,), 0), "_coordinate_on_dim": [1, 2]}
+    of_job = {"_layout": stub(shape=(2, 3), stride=(3, 1)), **stored}
+    for more in ({}, {"_flatten_rank_map": tuple(range(6))}):
+        mesh = mesh_of(**of_job, **more)
+        assert (mesh.ranks, mesh.world, mesh.rank) == (tuple(range(6)), tuple(range(6)), 5)
+    with pytest.raises(SourceCorruptError, match="two rank maps"):
+        mesh_of(**of_job, _flatten_rank_map=(0, 1, 2, 4, 3, 5))
     alone = mesh_of(mesh=StoredTensor(DTYPES["int32"], (1,), (1,), 0), _coordinate_on_dim=[0])  # up to torch 2.9
     assert (alone.shape, alone.ranks, alone.rank) == ((1,), (0,), 0)
-
-
-def test_two_rank_maps_of_one_mesh_that_differ_are_refused() -> None:
-    stored = StoredTensor(DTYPES["int32"], (6,), (1,), 0)
-    layout = stub(shape=(2, 3), stride=(3, 1))
-    mesh = mesh_of(_layout=layout, _rank_map=stored, _flatten_rank_map=tuple(range(6)), _coordinate_on_dim=[1, 2])
-    assert mesh.ranks == tuple(range(6))
-    with pytest.raises(SourceCorruptError, match="two rank maps"):
-        mesh_of(_layout=layout, _rank_map=stored, _flatten_rank_map=(0, 1, 2, 4, 3, 5), _coordinate_on_dim=[1, 2])
 
 
 @pytest.mark.parametrize(("stride", "what"), [((3,), "a coordinate outside its mesh"), (3, "an unknown mesh layout")])
