@@ -8,52 +8,17 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError
 from fsdpckpt.flat.live.meta import build_on_meta, units_from_model
 from fsdpckpt.flat.live.save import units_of
-from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy
 from tests.flat.live.conftest import World
-from tests.flat.live.models import CASES, Case, Normalised, wrapped
+from tests.flat.live.models import CASES, wrapped
 from tests.oracle.flat_models import Nested, Outer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-BOTH = [
-    pytest.param(case, orig, id=f"{name}, {orig}")
-    for name, case in CASES.items()
-    for orig in (False, True)
-    if case.both or orig
-]
-
-
-@pytest.mark.parametrize(("case", "use_orig_params"), BOTH)
-def test_units_without_wrapping_are_those_of_the_wrapped_model(case: Case, use_orig_params: bool, world: World) -> None:
-    world(5, rank=3)
-    expected = units_of(wrapped(case, case.make(), use_orig_params=use_orig_params))
-    found = units_from_model(case.make, case.classes, use_orig_params=use_orig_params, ignored=case.ignored)
-    assert replace(found, world_size=5, order=expected.order) == expected
-    assert found.optimizer_keys() == expected.optimizer_keys()
-    if use_orig_params or not case.mixed:
-        assert found.parameters == expected.parameters
-    else:  # the wrapped model does not know any more, the other does
-        assert found.parameters == tuple(name for name, _ in case.make().named_parameters())
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_batch_normalisation_is_left_out_of_mixed_precision(use_orig_params: bool, world: World) -> None:
-    world(3)
-    case = Case(Normalised, (nn.Sequential,))
-    mixed = MixedPrecision(param_dtype=torch.float64)
-    expected = units_of(wrapped(case, Normalised(), use_orig_params=use_orig_params, mixed_precision=mixed))
-    found = units_from_model(
-        Normalised, [nn.Sequential], use_orig_params=use_orig_params, param_dtype=DTYPES["float64"]
-    )
-    assert replace(found, world_size=3) == expected
-    assert [unit.prefix for unit in found.units] == ["", "norm", "block", "block.2"]
 
 
 def test_the_policy_function_of_older_scripts_wraps_the_same(world: World) -> None:
@@ -129,23 +94,18 @@ def test_what_fsdp_would_refuse_is_refused() -> None:
     with pytest.raises(SourceUnsupportedError) as error:
         units_from_model(frozen.make, frozen.classes, use_orig_params=False)
     assert any("requires gradients" in detail for detail in error.value.details)
-    with pytest.raises(SourceUnsupportedError, match="one dtype"):
-        units_from_model(lambda: Nested(torch.bfloat16), [Outer], use_orig_params=True)
-    scalar = nn.Module()
+    scalar, integers = nn.Module(), nn.Module()
     scalar.temperature = nn.Parameter(torch.tensor(0.5))
-    with pytest.raises(SourceUnsupportedError, match="temperature"):
-        units_from_model(lambda: scalar, [], use_orig_params=True)
-    with pytest.raises(SourceUnsupportedError, match="no parameter is left"):
-        units_from_model(nn.Tanh, [], use_orig_params=True)
-    with pytest.raises(SourceUnsupportedError, match="a unit without elements"):
-        units_from_model(lambda: nn.Sequential(nn.Linear(0, 4, bias=False)), [], use_orig_params=True)
-
-
-def test_a_model_of_integers_is_refused() -> None:
-    model = nn.Module()
-    model.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(SourceUnsupportedError, match="table is int64, and FSDP1 flattens only floats"):
-        units_from_model(lambda: model, [], use_orig_params=True)
+    integers.table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    for make, classes, words in (
+        (lambda: Nested(torch.bfloat16), [Outer], "one dtype"),
+        (lambda: scalar, [], "temperature"),
+        (lambda: integers, [], "table is int64, and FSDP1 flattens only floats"),
+        (nn.Tanh, [], "no parameter is left"),
+        (lambda: nn.Sequential(nn.Linear(0, 4, bias=False)), [], "a unit without elements"),
+    ):
+        with pytest.raises(SourceUnsupportedError, match=words):
+            units_from_model(make, classes, use_orig_params=True)
 
 
 def test_the_model_takes_no_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 import fsdpckpt
 from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.flat.live import flattens_in_memory_order
+from fsdpckpt.flat.live.meta import units_from_model
 from fsdpckpt.flat.live.save import save_units, units_of
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.units import Strategy
@@ -80,13 +82,17 @@ def test_a_nested_model_is_told_in_full(world: World) -> None:
 
 
 @pytest.mark.parametrize(("case", "use_orig_params"), BOTH)
-def test_every_parameter_is_told_as_it_was_before_wrapping(case: Case, use_orig_params: bool, world: World) -> None:
+def test_a_model_is_told_as_it_was_before_wrapping_and_as_it_would_be_wrapped(
+    case: Case, use_orig_params: bool, world: World
+) -> None:
+    """Groups name what the optimizer holds: PyTorch's own names of the parameters are the judge."""
     before = case.make()
     original = dict(before.named_parameters(remove_duplicate=False))
     names = {name for name, _ in before.named_parameters()}
     twice = {name for name in original if name not in names}
-    world(3, rank=1)
-    units = units_of(wrapped(case, case.make(), use_orig_params=use_orig_params))
+    world(5, rank=3)
+    model = wrapped(case, case.make(), use_orig_params=use_orig_params)
+    units = units_of(model)
     for name, param in units.params().items():
         assert (param.shape, param.requires_grad) == (tuple(original[name].shape), original[name].requires_grad)
         assert param.dtype.name == str(original[name].dtype).removeprefix("torch.")
@@ -100,6 +106,26 @@ def test_every_parameter_is_told_as_it_was_before_wrapping(case: Case, use_orig_
         assert {later for later, _ in units.shared} | set(units.params()) == names | twice
     if not case.mixed and case.make is not TiedAcross:
         assert units.parameters == tuple(name for name, _ in before.named_parameters())
+
+    on_meta = units_from_model(case.make, case.classes, use_orig_params=use_orig_params, ignored=case.ignored)
+    assert replace(on_meta, world_size=5, order=units.order) == units
+    assert on_meta.optimizer_keys() == units.optimizer_keys()
+    if use_orig_params or not case.mixed:
+        assert on_meta.parameters == units.parameters
+    else:  # the wrapped model does not know any more, the other does
+        assert on_meta.parameters == tuple(name for name, _ in before.named_parameters())
+
+    params = list(model.parameters())[::-1]
+    cut = len(params) // 3
+    grouped = units_of(model, torch.optim.SGD([{"params": params[:cut]}, {"params": params[cut:], "lr": 0.5}], lr=0.1))
+    assert grouped.groups is not None
+    assert [len(group) for group in grouped.groups] == [cut, len(params) - cut]
+    judge: dict[int, set[str]] = {}
+    for name, held in model.named_parameters(remove_duplicate=False):
+        judge.setdefault(id(held), set()).add(name.replace("_fsdp_wrapped_module.", ""))
+    for key, held in zip((key for group in grouped.groups for key in group), params, strict=True):
+        assert key in judge[id(held)]
+    assert grouped.optimizer_keys() == units_of(model, torch.optim.SGD(model.parameters(), lr=0.1)).groups[0]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
@@ -134,25 +160,6 @@ def test_a_weight_that_the_head_shares_with_the_embedding_does_not_change_the_or
     assert fsdpckpt.diff(tmp_path / "on-2", tmp_path / "full.pt").same
 
 
-@pytest.mark.parametrize(("case", "use_orig_params"), BOTH)
-def test_groups_name_what_the_optimizer_holds(case: Case, use_orig_params: bool, world: World) -> None:
-    """PyTorch's own names of the parameters are the judge."""
-    world(3, rank=2)
-    model = wrapped(case, case.make(), use_orig_params=use_orig_params)
-    params = list(model.parameters())[::-1]
-    cut = len(params) // 3
-    units = units_of(model, torch.optim.SGD([{"params": params[:cut]}, {"params": params[cut:], "lr": 0.5}], lr=0.1))
-    assert units.groups is not None
-    assert [len(group) for group in units.groups] == [cut, len(params) - cut]
-    named = dict(zip([key for group in units.groups for key in group], params, strict=True))
-    judge: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        judge.setdefault(id(param), set()).add(name.replace("_fsdp_wrapped_module.", ""))
-    for key, param in named.items():
-        assert key in judge[id(param)]
-    assert units.optimizer_keys() == units_of(model, torch.optim.SGD(model.parameters(), lr=0.1)).groups[0]  # type: ignore[index]
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_all_ranks_tell_the_same(use_orig_params: bool, world: World) -> None:
     case = CASES["tied transformer"]
@@ -175,50 +182,31 @@ def test_an_optimizer_with_some_of_the_parameters_has_ids_for_those(world: World
     assert units_of(model, torch.optim.SGD([*model.parameters()][:1], lr=0.1)).groups == (("first.weight",),)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_an_optimizer_of_the_model_before_wrapping_is_refused(use_orig_params: bool, world: World) -> None:
-    world(2)
-    optimizer = torch.optim.SGD(Nested().parameters(), lr=0.1)
-    model = wrapped(NESTED, Nested(), use_orig_params=use_orig_params)
-    with pytest.raises(UsageError, match="group 0 of the optimizer: 14 parameters are not in this model"):
-        units_of(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (ShardingStrategy.FULL_SHARD, Strategy.FULL_SHARD),
-        (ShardingStrategy.SHARD_GRAD_OP, Strategy.SHARD_GRAD_OP),
-        (ShardingStrategy.NO_SHARD, Strategy.NO_SHARD),
-    ],
-)
-def test_the_strategy_is_each_units_own(given: ShardingStrategy, expected: Strategy, world: World) -> None:
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_the_strategy_is_each_units_own(name: str, world: World) -> None:
     world(3)
-    model = Nested()
-    model.outer = FullyShardedDataParallel(model.outer, sharding_strategy=given, device_id=torch.device("cpu"))  # type: ignore[assignment]
-    units = units_of(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
-    assert [unit.strategy for unit in units.units] == [Strategy.FULL_SHARD, expected]
-
-
-def test_one_rank_shards_nothing(world: World) -> None:
-    world(1)
-    units = units_of(wrapped(NESTED, Nested(), use_orig_params=True))
-    assert {unit.strategy for unit in units.units} == {Strategy.NO_SHARD}
-    assert (units.world_size, units.shard_size) == (1, None)
+    model, device = Nested(), torch.device("cpu")
+    model.outer = FullyShardedDataParallel(model.outer, sharding_strategy=ShardingStrategy[name], device_id=device)  # type: ignore[assignment]
+    units = units_of(FullyShardedDataParallel(model, device_id=device))
+    assert [unit.strategy for unit in units.units] == [Strategy.FULL_SHARD, Strategy[name]]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
-def test_hybrid_sharding_has_groups_of_their_own_size(
-    strategy: ShardingStrategy, use_orig_params: bool, world: World
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+def test_one_rank_shards_nothing_and_hybrid_sharding_has_groups_of_their_own_size(
+    strategy: ShardingStrategy | None, use_orig_params: bool, world: World
 ) -> None:
-    world(6, rank=4)
-    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("between", "within"))
-    units = units_of(
-        wrapped(NESTED, Nested(), use_orig_params=use_orig_params, sharding_strategy=strategy, device_mesh=mesh)
-    )
-    assert {unit.strategy for unit in units.units} == {Strategy.HYBRID_SHARD}
-    assert (units.world_size, units.shard_size) == (6, 3)
+    if strategy is None:
+        world(1)
+        expected = Strategy.NO_SHARD, 1, None
+        options: dict[str, Any] = {}
+    else:
+        world(6, rank=4)
+        expected = Strategy.HYBRID_SHARD, 6, 3
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("between", "within"))
+        options = {"sharding_strategy": strategy, "device_mesh": mesh}
+    units = units_of(wrapped(NESTED, Nested(), use_orig_params=use_orig_params, **options))
+    assert {(unit.strategy, units.world_size, units.shard_size) for unit in units.units} == {expected}
 
 
 @pytest.mark.parametrize("ranks", [[[0, 2], [1, 3]], [[0, 3], [1, 2]]])
@@ -236,18 +224,20 @@ def test_hybrid_sharding_over_ranks_that_are_no_neighbours_is_refused(
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_mixed_precision_is_each_units_own(use_orig_params: bool, world: World) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_mixed_precision_is_each_units_own_and_leaves_out_batch_normalisation(
+    dtype: str, use_orig_params: bool, world: World
+) -> None:
     world(3)
-    case = Case(Normalised, (nn.Sequential,))
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    case, low = Case(Normalised, (nn.Sequential,)), DTYPES[dtype]
+    mixed = MixedPrecision(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     units = units_of(wrapped(case, Normalised(), use_orig_params=use_orig_params, mixed_precision=mixed))
     assert [(unit.prefix, unit.param_dtype) for unit in units.units] == [
-        ("", DTYPES["bfloat16"]),
-        ("norm", None),
-        ("block", DTYPES["bfloat16"]),
-        ("block.2", None),
-    ]
+        ("", low), ("norm", None), ("block", low), ("block.2", None),
+    ]  # fmt: skip
     assert {param.dtype.name for param in units.params().values()} == {"float32"}
+    found = units_from_model(Normalised, [nn.Sequential], use_orig_params=use_orig_params, param_dtype=low)
+    assert replace(found, world_size=3) == units
 
 
 def test_a_model_cast_after_wrapping_keeps_its_alignment(world: World) -> None:
@@ -373,12 +363,17 @@ def test_wrappers_do_not_change_names_and_shapes(how: str, world: World) -> None
     assert units_of(model, torch.optim.AdamW(model.parameters())).with_groups(None) == plain
 
 
-def test_an_optimizer_of_the_model_before_fsdp2_wrapped_it_is_refused(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["fsdp2", "flat parameters", "original parameters"])
+def test_an_optimizer_of_the_model_before_it_was_wrapped_is_refused(how: str, world: World, tmp_path: Path) -> None:
     world(2)
-    model = Nested()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(UsageError, match="not in this model"):
+    model: nn.Module = Nested()
+    if how == "fsdp2":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        optimizer = torch.optim.SGD(Nested().parameters(), lr=0.1)
+        model = wrapped(NESTED, Nested(), use_orig_params=how == "original parameters")
+    with pytest.raises(UsageError, match="group 0 of the optimizer: 14 parameters are not in this model"):
         save_units(model, optimizer, tmp_path)
     with pytest.raises(UsageError, match="no parameters"):
         save_units(nn.Identity(), None, tmp_path)
@@ -421,33 +416,24 @@ def test_a_directory_gets_a_units_json_that_replaces_an_earlier_one(world: World
     assert loads(path.read_bytes(), source=str(path)) == units_of(model)
 
 
-def test_a_file_that_is_not_a_units_file_is_never_replaced(world: World, tmp_path: Path) -> None:
-    world(2)
-    path = tmp_path / "config.json"
-    path.write_text('{"hidden_size": 5}')
-    with pytest.raises(TargetExistsError, match=r"config\.json exists and is not a units file"):
-        save_units(wrapped(NESTED, Nested()), None, path)
-    assert path.read_text() == '{"hidden_size": 5}'
-
-
-def test_after_the_process_group_is_gone_units_can_still_be_saved(world: World, tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_nothing_is_left_and_no_other_file_is_replaced(
+    world: World, tmp_path: Path
+) -> None:
     world(2)
     model = wrapped(NESTED, Nested())
-    dist.destroy_process_group()
+    config = tmp_path / "config.json"
+    config.write_text('{"hidden_size": 5}')
+    (tmp_path / "taken.json" / "units.json").mkdir(parents=True)
+    for path, error, words in (
+        (config, TargetExistsError, r"config\.json exists and is not a units file"),
+        (config / "units.json", TargetUnwritableError, None),
+        (tmp_path / "taken.json", TargetExistsError, None),
+        ("memory://units.json", UsageError, "local disks only"),
+    ):
+        with pytest.raises(error, match=words):
+            save_units(model, None, path)
+    assert config.read_text() == '{"hidden_size": 5}'
+    assert os.listdir(tmp_path / "taken.json") == ["units.json"]
+    dist.destroy_process_group()  # units can still be saved
     save_units(model, None, tmp_path)
     assert (tmp_path / "units.json").exists()
-
-
-def test_where_nothing_can_be_written_nothing_is_left(world: World, tmp_path: Path) -> None:
-    world(2)
-    model = wrapped(NESTED, Nested())
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(TargetUnwritableError):
-        save_units(model, None, tmp_path / "file" / "units.json")
-    (tmp_path / "taken.json").mkdir()
-    (tmp_path / "taken.json" / "units.json").mkdir()
-    with pytest.raises(TargetExistsError):
-        save_units(model, None, tmp_path / "taken.json")
-    assert os.listdir(tmp_path / "taken.json") == ["units.json"]
-    with pytest.raises(UsageError, match="local disks only"):
-        save_units(model, None, "memory://units.json")

@@ -59,8 +59,8 @@ class Row:
     ``optim``: how its optimizer was saved, None without one; ``model``: what is saved beside it; ``wanted``: settings
     that were given, ``preferred``: those of the target; ``parameters``: the user's list.
 
-    ``found``: the units, None or what is said where nothing fits, or what is asked. ``keys``: what the ids are; ``open_settings``: what
-    no length shows.
+    ``found``: the units, None or what is said where nothing fits, or what is asked. ``keys``: what the ids are;
+    ``open_settings``: what no length shows.
     """
 
     truth: Units
