@@ -15,61 +15,47 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, SourceCorruptError
+from tests.flat.jobs import RANKS, Net, named, wrapped
 from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-RANKS = 3
 GROUPS = (("blocks.2", "blocks.0"), ("head", "blocks.3", "blocks.1"))
 STATES = ("exp_avg", "exp_avg_sq")
-Named = dict[str, Any]
+Values = dict[str, Any]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(7, 5)
-        self.norm = nn.LayerNorm(5)
-
-
-class Net(nn.Module):
+def net(*, frozen: bool) -> Net:
     """``frozen``: with a parameter of the root that no optimizer has."""
-
-    def __init__(self, *, frozen: bool = False) -> None:
-        super().__init__()
-        if frozen:
-            self.scale = nn.Parameter(torch.rand(2, 11), requires_grad=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(5, 3)
+    model = Net([(5, 7)] * 4)
+    if frozen:
+        model.scale = nn.Parameter(torch.rand(2, 11), requires_grad=False)
+    return model
 
 
 @dataclass(frozen=True)
 class Job:
     """What a job without FSDP holds: weights and states by name, the optimizer by id, the names of its groups."""
 
-    weights: Named
-    states: dict[str, Named]
-    optimizer: Named
+    weights: Values
+    states: dict[str, Values]
+    optimizer: Values
     groups: list[list[str]]
     frozen: bool = False
 
-    def by_name(self, groups: Sequence[Sequence[str]]) -> Named:
+    def by_name(self, groups: Sequence[Sequence[str]]) -> Values:
         """The optimizer by name, whose groups list these names."""
         listed = zip(self.optimizer["param_groups"], groups, strict=True)
         return {"state": self.states, "param_groups": [{**group, "params": list(names)} for group, names in listed]}
 
-    def wrapped(self, weights: Named, *, orig: bool) -> nn.Module:
-        model = Net(frozen=self.frozen)
+    def wrapped(self, weights: Values, *, orig: bool) -> nn.Module:
+        model = net(frozen=self.frozen)
         model.load_state_dict(weights)
-        policy = ModuleWrapPolicy({Block})
-        device = torch.device("cpu")
-        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=orig, device_id=device)
+        return wrapped(model, use_orig_params=orig)
 
     def require_loads(self, path: Path, *, orig: bool) -> None:
         """Load the optimizer's files into the same job under FSDP1, and compare its states with their slices."""
@@ -88,14 +74,10 @@ class Job:
                             assert identical(optimizer.state[param][state], held[name].detach()), (rank, name, state)
 
 
-def named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
-
-
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Groups of blocks of equal shapes. With flat parameters that of the root is the head's."""
     params = {name: param for name, param in named(model).items() if param.requires_grad}
-    groups: list[Named] = []
+    groups: list[Values] = []
     for number, prefixes in enumerate(GROUPS):
         held: list[nn.Parameter] = []
         for prefix in prefixes:
@@ -107,7 +89,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def trained(*, frozen: bool = False) -> Job:
     torch.manual_seed(3)
-    model = Net(frozen=frozen)
+    model = net(frozen=frozen)
     optimizer = optimizer_of(model)
     for param in model.parameters():
         param.grad = torch.randn_like(param) if param.requires_grad else None
@@ -132,7 +114,7 @@ def listed(path: Path, groups: Sequence[Sequence[str]], between: str = "") -> Pa
     return path
 
 
-def flattened(source: Named, tmp_path: Path, *, orig: bool, **options: Any) -> Path:
+def flattened(source: Values, tmp_path: Path, *, orig: bool, **options: Any) -> Path:
     """``source`` as files of FSDP1, whose units are in ``options``, else every block."""
     torch.save(source, tmp_path / "source.pt")
     wrapping = {} if "units" in options else {"unit": "blocks.*", "use_orig_params": orig}
@@ -191,9 +173,9 @@ def test_a_source_by_name_that_does_not_list_the_optimizers_order(
 def test_new_names_and_what_is_left_out_are_those_of_the_list(job: Job, tmp_path: Path) -> None:
     order = listed(tmp_path / "order", job.groups, "\n")
     source = {"model": {**job.weights, "extra": torch.rand(3)}, "optimizer": job.optimizer}
-    options: Named = {"exclude": "extra", "add_prefix": "net.", "parameters": order}
+    options: Values = {"exclude": "extra", "add_prefix": "net.", "parameters": order}
     torch.save(source, tmp_path / "source.pt")
-    wrapping: Named = {"unit": "net.blocks.*", "use_orig_params": True, "world_size": RANKS}
+    wrapping: Values = {"unit": "net.blocks.*", "use_orig_params": True, "world_size": RANKS}
     fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "flat", to="flattened", key_type="id", **wrapping, **options)
     job.require_loads(tmp_path / "flat", orig=True)
 
@@ -234,7 +216,7 @@ def test_a_list_of_other_groups_is_refused(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["param_names", "units"])
 def test_a_list_in_another_order_than_the_recorded_one_is_refused(job: Job, where: str, tmp_path: Path) -> None:
     optimizer = job.by_name(job.groups)
-    options: Named = {"parameters": listed(tmp_path / "order", [group[::-1] for group in job.groups])}
+    options: Values = {"parameters": listed(tmp_path / "order", [group[::-1] for group in job.groups])}
     if where == "units":
         with as_rank(0, RANKS):
             model = job.wrapped(job.weights, orig=True)
