@@ -85,16 +85,20 @@ def test_codes_that_do_not_lie_row_by_row_are_refused() -> None:
         stored_blocks(state(**{CODES: tensor((6, 4), stride=(1, 6))}), "a.pt", "w.exp_avg")
 
 
+def of_extras(extra: Any) -> Checkpoint:
+    origin = Origin("a.pt", Layout.FULL, Container.TORCH, "plain", 1)
+    return Checkpoint(origin, files=(), model=None, optim=None, extra=extra)
+
+
+def of_codes(**more: Any) -> Checkpoint:
+    blocks = stored_blocks(state(), "a.pt", "w.exp_avg").blocks
+    codes = Tensor(DTYPES["uint8"], (6, 4), Chunks.whole(file=0, offset=0, shape=(6, 4)), **more)
+    return of_extras(split_state("ema", blocks, {CODES: codes}))
+
+
 def test_states_among_the_extras_are_seen() -> None:
     found = stored_blocks(state(), "a.pt", "w.exp_avg")
-    extra: Any = split_state("ema", found.blocks, {})
-    checkpoint = Checkpoint(
-        Origin("a.pt", Layout.FULL, Container.TORCH, "plain", 1),
-        files=(),
-        model=None,
-        optim=None,
-        extra={"averages": [extra]},
-    )
+    checkpoint = of_extras({"averages": [split_state("ema", found.blocks, {})]})
     with pytest.raises(UsageError, match=r"cannot cast averages\.0\.ema"):
         refuse_casts(checkpoint)
     with pytest.raises(SourceUnsupportedError, match=r"averages\.0\.ema is torchao's OptimState8bit in blocks of 8"):
@@ -102,42 +106,22 @@ def test_states_among_the_extras_are_seen() -> None:
 
 
 def test_only_states_that_ranks_share_are_cut() -> None:
-    blocks = stored_blocks(state(), "a.pt", "w.exp_avg").blocks
-    for sharded in (False, True):
-        codes = Tensor(DTYPES["uint8"], (6, 4), Chunks.whole(file=0, offset=0, shape=(6, 4)), sharded)
-        extra: Any = split_state("ema", blocks, {CODES: codes})
-        checkpoint = Checkpoint(
-            Origin("a.pt", Layout.FULL, Container.TORCH, "plain", 1), files=(), model=None, optim=None, extra=extra
-        )
-        require_whole_blocks(checkpoint, 3, placed=False)
-        if sharded:
-            with pytest.raises(NeedsInformationError, match="over 6 ranks cuts blocks apart") as error:
-                require_whole_blocks(checkpoint, 6, placed=False)
-            assert error.value.expected == "shards of whole rows, 2 or a multiple of it"
-        else:
-            require_whole_blocks(checkpoint, 6, placed=False)
+    for ranks in (3, 6):
+        require_whole_blocks(of_codes(sharded=False), ranks, placed=False)
+    require_whole_blocks(of_codes(sharded=True), 3, placed=False)
+    with pytest.raises(NeedsInformationError, match="over 6 ranks cuts blocks apart") as error:
+        require_whole_blocks(of_codes(sharded=True), 6, placed=False)
+    assert error.value.expected == "shards of whole rows, 2 or a multiple of it"
 
 
 @pytest.mark.parametrize(
     ("ranks", "placement", "fits"),
     [
-        (6, Replicate(), True),
-        (1, Shard(1), True),
-        (2, Shard(1), False),
-        (1, Shard(0), True),
-        (2, Shard(0), False),
-        (3, Shard(0), True),
-        (6, Shard(0), False),
+        (6, Replicate(), True), (1, Shard(1), True), (2, Shard(1), False), (1, Shard(0), True), (2, Shard(0), False),
+        (3, Shard(0), True), (6, Shard(0), False),
     ],
-)
+)  # fmt: skip
 def test_placements_that_cut_no_block_are_accepted(ranks: int, placement: Placement, fits: bool) -> None:
-    blocks = stored_blocks(state(), "a.pt", "w.exp_avg").blocks
-    sharding = Sharding(MeshShape((ranks,)), (placement,))
-    chunks = Chunks.whole(file=0, offset=0, shape=(6, 4))
-    codes = Tensor(DTYPES["uint8"], (6, 4), chunks, sharded=True, sharding=sharding)
-    extra: Any = split_state("ema", blocks, {CODES: codes})
-    checkpoint = Checkpoint(
-        Origin("a.pt", Layout.FULL, Container.TORCH, "plain", 1), files=(), model=None, optim=None, extra=extra
-    )
+    checkpoint = of_codes(sharded=True, sharding=Sharding(MeshShape((ranks,)), (placement,)))
     with nullcontext() if fits else pytest.raises(NeedsInformationError, match="cuts blocks apart"):
         require_whole_blocks(checkpoint, ranks, placed=True)

@@ -6,13 +6,16 @@ import io
 import random
 import struct
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fsdpckpt
 from fsdpckpt.errors import FsdpckptError
 from fsdpckpt.formats.torch import bulk, local_tensor, open_archive, parse_archive
 from fsdpckpt.storage.local import MemoryFile
@@ -69,10 +72,6 @@ def pickle_of(data: bytes) -> bytes:
         return next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
 
 
-def with_pickle(data: bytes, pickled: bytes) -> bytes:
-    return rewritten(data, {"data.pkl": pickled})
-
-
 def random_state(seed: int, count: int) -> dict[str, Any]:
     generator = random.Random(seed)
     model: dict[str, Any] = OrderedDict() if seed % 2 else {}
@@ -96,9 +95,7 @@ def test_any_state_dict_comes_to_the_same(seed: int, taken: list[int]) -> None:
     assert len(taken) == 1
 
 
-def test_nearly_all_tensors_are_taken_at_once_whoever_wrote_them(taken: list[int], tmp_path: Any) -> None:
-    import fsdpckpt
-
+def test_nearly_all_tensors_are_taken_at_once_whoever_wrote_them(taken: list[int], tmp_path: Path) -> None:
     state = {f"layers.{number}.weight": any_values((2, number % 5), torch.float32, number) for number in range(3000)}
     state["tied"] = torch.zeros(3)
     torch.save(state, tmp_path / "a.pt")
@@ -111,8 +108,6 @@ def test_nearly_all_tensors_are_taken_at_once_whoever_wrote_them(taken: list[int
 
 @pytest.mark.parametrize("inside", [False, True], ids=["dict", "record"])
 def test_tied_tensors_and_tensors_in_records(inside: bool, taken: list[int]) -> None:
-    from argparse import Namespace
-
     weights = {f"w{number}": torch.ones(number) for number in range(20)}
     state: dict[str, Any] = {"model": weights, "tied": weights["w7"], "tensors": [torch.ones(2), (torch.ones(3),)]}
     if inside:
@@ -134,20 +129,24 @@ def test_subclasses_and_marks_are_left_to_the_general_reader(taken: list[int]) -
 PLAIN = saved({f"w{number}": torch.ones(number + 1) for number in range(50)} | {"again": ["w1", "w2"]})
 
 
+def of_plain(pickled: bytes) -> bytes:
+    return rewritten(PLAIN, {"data.pkl": pickled})
+
+
 def test_references_to_what_was_taken_out_are_seen(taken: list[int]) -> None:
     """The last value is a reference: to the shape of a tensor, its key, its arguments, or the tensor itself."""
     pickled = pickle_of(PLAIN)
     assert pickled.endswith(b"e" + b"u.") or pickled.endswith(b"eu.")
     for place in range(60, 300):
         put = b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place)
-        same_end(with_pickle(PLAIN, pickled[:-2] + put + b"0u."))
-        same_end(with_pickle(PLAIN, pickled[:-2] + b"X\x01\x00\x00\x00n" + put + b"u."))
+        same_end(of_plain(pickled[:-2] + put + b"0u."))
+        same_end(of_plain(pickled[:-2] + b"X\x01\x00\x00\x00n" + put + b"u."))
 
 
 def test_persistent_ids_of_the_file_itself_name_no_tensor() -> None:
     pickled = pickle_of(PLAIN)
     for pid in (b"K\x00", b"J\x05\x00\x00\x00", b"K\x05q\xff", b"(K\x05K\x06tq\xfe0K\x05"):
-        each = same_end(with_pickle(PLAIN, pickled[:-2] + b"X\x01\x00\x00\x00n" + pid + b"Qu."))
+        each = same_end(of_plain(pickled[:-2] + b"X\x01\x00\x00\x00n" + pid + b"Qu."))
         assert isinstance(each, Refusal)
 
 
@@ -158,19 +157,20 @@ def test_a_memo_place_that_is_written_again_is_believed(at: str) -> None:
     place = pickled[pickled.index(b"ctorch\nFloatStorage\n") + 20 :][:2]
     for name in (b"ctorch\nIntStorage\n", b"ctorch\nDoubleStorage\n", b"X\x01\x00\x00\x00a"):
         cut = pickled.index(b"X\x02\x00\x00\x00w1") if at == "before" else pickled.index(b"X\x03\x00\x00\x00w30")
-        same_end(with_pickle(PLAIN, pickled[:cut] + name + place + b"0" + pickled[cut:]))
+        same_end(of_plain(pickled[:cut] + name + place + b"0" + pickled[cut:]))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damage_comes_to_the_same_end(seed: int) -> None:
+def test_damage_comes_to_the_same_end(seed: int, tmp_path: Path) -> None:
     """A number, a text, an opcode is changed, among tensors above all."""
     generator = random.Random(seed)
     state = {f"w{number}": torch.ones(number % 7, 2) for number in range(80)}
     data = saved({"model": state, "step": torch.tensor(1), "x": [1, 2.5, "abc"]})
     if seed % 2:
-        import fsdpckpt
-
-        data = _rewritten_by_us(data, fsdpckpt)
+        source, target = tmp_path / "a.pt", tmp_path / "b.pt"
+        source.write_bytes(data)
+        fsdpckpt.convert(source, target, to="full")
+        data = target.read_bytes()
     refused = 0
     for number in range(120):
         pickled = bytearray(pickle_of(data))
@@ -179,17 +179,6 @@ def test_damage_comes_to_the_same_end(seed: int) -> None:
         else:
             place = generator.randrange(len(pickled))
             pickled[place] = generator.choice((pickled[place] ^ 1, pickled[place] + 1 & 0xFF, generator.randrange(256)))
-        each = same_end(with_pickle(data, bytes(pickled)))
+        each = same_end(rewritten(data, {"data.pkl": bytes(pickled)}))
         refused += isinstance(each, Refusal)
     assert 0 < refused < 120
-
-
-def _rewritten_by_us(data: bytes, fsdpckpt: Any) -> bytes:
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as place:
-        source, target = Path(place, "a.pt"), Path(place, "b.pt")
-        source.write_bytes(data)
-        fsdpckpt.convert(str(source), str(target), to="full")
-        return target.read_bytes()

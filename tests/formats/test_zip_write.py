@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -129,28 +130,35 @@ def test_records_longer_and_later_than_four_gib(tmp_path):
     assert (second.numel(), float(second[-1])) == (5, 2.0)
 
 
+def one_by_one_and_at_once(sizes, stem, *cuts, lead=b"", known=()):
+    """Two files of the same tensors: headers made one by one, and in the parts that end at ``cuts``."""
+    tensors = [flat(size) for size in sizes]
+    nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+    files = TargetFile("a"), TargetFile("b")
+    for file in files:
+        file.add_literal(lead)
+        archive = TorchZip(file, stem=stem)
+        archive.pickle(b"pickle")
+        for key, content in enumerate(known):
+            archive.record(f"data/{key}", content)
+        if file is files[1]:
+            written = [WrittenTensor(tensor, tensor.dtype) for tensor in tensors]
+            for begin, end in pairwise((0, *cuts, len(sizes))):
+                headers = archive.begin_records(begin + len(known), nbytes[begin:end])
+                file.add_whole_tensors(written[begin:end], headers, nbytes[begin:end])
+        else:
+            for key, tensor in enumerate(tensors, start=len(known)):
+                archive.begin_data(str(key), tensor.nbytes)
+                file.add_write_item(tensor)
+        archive.finish()
+    return files
+
+
 @pytest.mark.parametrize("stem", ["archive", "m"])
 def test_headers_that_are_made_at_once_are_those_that_are_made_one_by_one(stem):
     """Beside empty records, in a file that begins with something else, and beyond what is made in one go."""
-    rng = np.random.default_rng(3)
-    sizes = rng.choice([0, 1, 15, 16, 17, 300], 9000).tolist()
-    tensors = [flat(size) for size in sizes]
-    one, many = TargetFile("a"), TargetFile("b")
-    for file in (one, many):
-        file.add_literal(b"lead")
-        archive = TorchZip(file, stem=stem)
-        archive.pickle(b"pickle")
-        archive.record("data/0", b"known")
-        nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-        if file is many:
-            written = [WrittenTensor(tensor, tensor.dtype) for tensor in tensors]
-            file.add_whole_tensors(written[:4000], archive.begin_records(1, nbytes[:4000]), nbytes[:4000])
-            file.add_whole_tensors(written[4000:], archive.begin_records(4001, nbytes[4000:]), nbytes[4000:])
-        else:
-            for key, tensor in enumerate(tensors):
-                archive.begin_data(str(key + 1), tensor.nbytes)
-                file.add_write_item(tensor)
-        archive.finish()
+    sizes = np.random.default_rng(3).choice([0, 1, 15, 16, 17, 300], 9000).tolist()
+    one, many = one_by_one_and_at_once(sizes, stem, 4000, lead=b"lead", known=[b"known"])
     data = bytes(4 * 300)
     assert file_bytes(many, [data]) == file_bytes(one, [data])
     assert many.checksums == one.checksums
@@ -159,19 +167,6 @@ def test_headers_that_are_made_at_once_are_those_that_are_made_one_by_one(stem):
 
 def test_headers_that_are_made_at_once_beyond_four_gib():
     sizes = [3 << 28, 3 << 28, 5, 1 << 20]  # elements of four bytes: two of 3 GiB, and two that begin after 6
-    one, many = TargetFile("a"), TargetFile("b")
-    for file in (one, many):
-        archive = TorchZip(file, stem="m")
-        archive.pickle(b"pickle")
-        tensors = [flat(size) for size in sizes]
-        if file is many:
-            nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-            written = [WrittenTensor(tensor, FLOAT) for tensor in tensors]
-            file.add_whole_tensors(written, archive.begin_records(0, nbytes), nbytes)
-        else:
-            for key, tensor in enumerate(tensors):
-                archive.begin_data(str(key), tensor.nbytes)
-                file.add_write_item(tensor)
-        archive.finish()
+    one, many = one_by_one_and_at_once(sizes, "m")
     assert (many.nbytes, many.blob, many.checksums) == (one.nbytes, one.blob, one.checksums)
     assert many.literals[2:] == one.literals[1:]  # neighbours are not made one
