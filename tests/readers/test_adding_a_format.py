@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.makers import files
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding-a-format.md").read_text()
 BLOCKS = re.findall(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL)
@@ -91,44 +93,31 @@ def test_the_code_passes_the_linter(project: Path, installed: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
-def _other_package(site: Path, name: str, content: str) -> None:
-    """One more package with a reader."""
-    (site / f"{name}.py").write_text(content)
-    metadata = site / f"{name}-2.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
-    (metadata / "entry_points.txt").write_text(f"[fsdpckpt.readers]\n{name} = {name}:Reader\n")
+def _inspect(site: Path, directory: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return _run([sys.executable, "-m", "fsdpckpt", "inspect", source, *options], site, directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        (
-            "rival",
-            "from rawbin import RawbinReader as Reader\n\n\nclass Reader(Reader):\n    pass\n",
-            ("rawbin of fsdpckpt-rawbin 1.0", "rival of rival 2.0"),  # both claim the directory
-        ),
-        (
-            "broken",
-            "import nothing_of_this_name\n",
-            ("broken of broken 2.0 cannot be imported", "pip uninstall broken"),
-        ),
-        ("bad", "from json import loads as Reader\n", ("bad of bad 2.0 is not a reader",)),
-    ],
-)
-def test_a_package_that_cannot_be_used_is_named(
-    name: str, content: str, said: tuple[str, ...], project: Path, installed: Path, tmp_path: Path
-) -> None:
+def _other_package(site: Path, content: str, group: str = "readers") -> None:
+    """One more package, ``other`` 2.0, with a reader or flavor."""
+    metadata = site / "other-2.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "other.py").write_text(content)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 2.0\n")
+    (metadata / "entry_points.txt").write_text(f"[fsdpckpt.{group}]\nother = other:Reader\n")
+
+
+def test_packages_that_claim_the_same_files_are_named(project: Path, installed: Path, tmp_path: Path) -> None:
     site = Path(shutil.copytree(installed, tmp_path / "site"))
-    _other_package(site, name, content)
+    _other_package(site, "from rawbin import RawbinReader\n\n\nclass Reader(RawbinReader):\n    pass\n")
     _run([sys.executable, str(project / "save.py")], site, tmp_path)
-    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "saved"], site, tmp_path)
+    done = _inspect(site, tmp_path, "saved")
     assert done.returncode == 2
-    assert all(words in done.stderr for words in said), done.stderr
+    assert "rawbin of fsdpckpt-rawbin 1.0" in done.stderr and "other of other 2.0" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
-FAILING = """
+def _reader(before: str = "", argument: str = "", file: str = "return None", directory: str = "return Claim()") -> str:
+    return f"""
 from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.readers.protocol import Claim, Part, PartContents
 {before}
@@ -137,59 +126,47 @@ class Reader:
     def recognise_file(self, file, sources): {file}
     def recognise_directory(self, path, files, options, sources): {directory}
 """
-_CLAIMS = "return Claim([Part(path, 'x', {read})], set(files)) if 'rawbin.json' in files else Claim()"
+
+
+CLAIMS = "return Claim([Part(path, 'x', {})], set(files)) if 'rawbin.json' in files else Claim()"
+FLAVOR = "from fsdpckpt.producers import Flavor, Signature\nReader = Flavor('f', 'f', (Signature(('(',)),))\n"
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("content", "source", "said"),
     [
-        ({"directory": "raise ValueError('boom')"}, "failing of failing 2.0 fails to recognise saved"),
-        ({"file": "return 3"}, "failing of failing 2.0 fails to recognise saved/"),
-        ({"directory": "return None"}, "expected a Claim, got NoneType"),
-        ({"argument": ", more"}, "failing of failing 2.0 cannot be made a reader"),
-        ({"directory": _CLAIMS.format(read="lambda table, opened: {}['boom']")}, "fails to read saved"),
-        ({"directory": _CLAIMS.format(read="lambda table, opened: None")}, "expected a PartContents, got NoneType"),
-        ({"file": "raise SystemExit(0)"}, "SystemExit: 0"),
+        ("import nothing_of_this_name\n", "saved", "other of other 2.0 cannot be imported"),
+        ("from json import loads as Reader\n", "saved", "other of other 2.0 is not a reader"),
+        (_reader(directory="raise ValueError('boom')"), "saved", "other of other 2.0 fails to recognise saved"),
+        (_reader(directory="return None"), "saved", "expected a Claim, got NoneType"),
+        (_reader(argument=", more"), "saved", "other of other 2.0 cannot be made a reader"),
+        (_reader(directory=CLAIMS.format("lambda table, opened: {}['boom']")), "saved", "fails to read saved"),
+        (
+            _reader(directory=CLAIMS.format("lambda *_: None")),
+            "saved",
+            "expected a PartContents, got NoneType",
+        ),
+        (_reader(file="return 3"), "saved/model.bin", "other of other 2.0 fails to recognise saved/"),
+        (_reader(file="raise SystemExit(0)"), "saved/model.bin", "SystemExit: 0"),
+        (FLAVOR, "torch", "other of other 2.0 has a pattern that is no regular expression"),
     ],
 )
-def test_a_reader_that_fails_is_named_and_is_no_error_of_this_program(
-    parts: dict[str, str], said: str, tmp_path: Path
+def test_what_another_package_gets_wrong_is_named_and_is_no_error_of_this_program(
+    content: str, source: str, said: str, tmp_path: Path
 ) -> None:
-    content = FAILING.format(
-        **{"before": "", "argument": "", "file": "return None", "directory": "return Claim()"} | parts
-    )
-    (tmp_path / "site").mkdir()
-    _other_package(tmp_path / "site", "failing", content)
-    (tmp_path / "saved").mkdir()
-    for name in ("rawbin.json", "model.bin"):
-        (tmp_path / "saved" / name).write_text("{}")
-    source = "saved/model.bin" if "file" in parts else "saved"
-    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", source], tmp_path / "site", tmp_path)
+    _other_package(tmp_path / "site", content, "flavors" if content == FLAVOR else "readers")
+    files({"saved/rawbin.json": "{}", "saved/model.bin": "{}", "torch/model.pt": {"weight": torch.ones(2)}})(tmp_path)
+    done = _inspect(tmp_path / "site", tmp_path, source)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr and "failing of failing 2.0" in done.stderr and "pip uninstall failing" in done.stderr
+    assert said in done.stderr and "other of other 2.0" in done.stderr
+    assert "pip uninstall other" in done.stderr or "is not a reader" in said or content == FLAVOR
     assert "bug in fsdpckpt" not in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_a_reader_prints_is_not_among_the_data(tmp_path: Path) -> None:
-    content = FAILING.format(
-        before="print('imported')", argument="", file="print('asked')", directory="print('looked'); return Claim()"
-    )
-    (tmp_path / "site").mkdir()
-    _other_package(tmp_path / "site", "failing", content)
+    content = _reader(before="print('imported')", file="print('asked')", directory="print('looked'); return Claim()")
+    _other_package(tmp_path / "site", content)
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
-    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "model.pt", "--names-only"], tmp_path / "site", tmp_path)
+    done = _inspect(tmp_path / "site", tmp_path, "model.pt", "--names-only")
     assert (done.returncode, done.stdout) == (0, "weight\n")
     assert "imported" in done.stderr and "asked" in done.stderr
-
-
-def test_a_flavor_with_a_broken_pattern_is_named(tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    flavor = "from fsdpckpt.producers import Flavor, Signature\nReader = Flavor('f', 'f', (Signature(('(',)),))\n"
-    _other_package(tmp_path / "site", "failing", flavor)
-    points = next((tmp_path / "site").glob("*.dist-info")) / "entry_points.txt"
-    points.write_text(points.read_text().replace("readers", "flavors"))
-    (tmp_path / "saved").mkdir()
-    torch.save({"weight": torch.ones(2)}, tmp_path / "saved" / "model.pt")
-    done = _run([sys.executable, "-m", "fsdpckpt", "inspect", "saved"], tmp_path / "site", tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "failing of failing 2.0 has a pattern that is no regular expression" in done.stderr

@@ -99,16 +99,6 @@ def test_the_raw_optimizer_of_fsdp1_saved_through_dcp_is_recognised_as_lost() ->
     assert "gone" in found.problems[0].message
 
 
-def test_the_raw_optimizer_beside_flat_parameters_is_lost(tmp_path: Path) -> None:
-    def state_of(rank: int) -> dict[str, Any]:
-        flat = distribute_tensor(torch.randn(9), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-        return {**raw_fsdp1(rank), "model": {"l._flat_param": flat}}
-
-    save_as_ranks(tmp_path, state_of, 2)
-    (problem,) = opened(tmp_path).problems
-    assert (problem.kind, problem.fatal) == ("flattened-lost", True) and "gone" in problem.message
-
-
 def test_flat_parameters_are_recognised_and_the_vectors_beside_them_are_marked() -> None:
     found = opened(GOLDEN / "torch-2.1/f1_flat_local_dcp/model")
     assert (found.layout, found.problems) == (Layout.FLATTENED, ())
@@ -139,41 +129,6 @@ def test_vectors_of_an_optimizer_beside_flat_parameters_are_not_marked(tmp_path:
     found = opened(tmp_path)
     marked = [named.key for named in found.tensors() if isinstance(named.tensor.cut, OneSlice)]
     assert [key.rpartition(".")[2] for key in marked] == ["buf"]
-
-
-def test_slices_among_the_whole_states_of_parameters_outside_of_fsdp_are_lost_too(tmp_path: Path) -> None:
-    """A parameter outside of FSDP has whole states of two dimensions; the model beside shows what is cut."""
-
-    def state_of(rank: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(rank)
-        cut = distribute_tensor(torch.ones(6, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-        state = {0: {"exp_avg": torch.ones(4, 3)}, 1: {"exp_avg": torch.randn(11, generator=generator)}}
-        state[2] = {"exp_avg": torch.ones(5)}
-        groups = [{"lr": 0.1, "params": [0, 1, 2]}]
-        model = {"cut": cut, "whole": torch.ones(4, 3), "bias": torch.ones(5)}
-        return {"model": model, "optim": {"state": state, "param_groups": groups}}
-
-    save_as_ranks(tmp_path, state_of, 2)
-    (problem,) = [problem for problem in opened(tmp_path).problems if problem.fatal]
-    assert (problem.kind, problem.key) == ("flattened", "optim.state.1.exp_avg")
-
-
-@pytest.mark.parametrize("cut", ["a state", "nothing"])
-def test_vectors_are_whole_where_dcp_cut_the_states_themselves_or_not_even_the_model(tmp_path: Path, cut: str) -> None:
-    """Adafactor's factors, for instance: vectors in no parameter's shape beside states in theirs."""
-
-    def state_of(_rank: int) -> dict[str, Any]:
-        def sharded(rows: int) -> torch.Tensor:
-            mesh = init_device_mesh("cpu", (2,))
-            return distribute_tensor(torch.ones(rows, 3), mesh, [Shard(0)], src_data_rank=None)
-
-        state = {0: {"exp_avg": sharded(6) if cut == "a state" else torch.ones(6, 3), "row": torch.ones(11)}}
-        model = {"w": torch.ones(6, 3) if cut == "nothing" else sharded(6)}
-        return {"model": model, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}}
-
-    save_as_ranks(tmp_path, state_of, 2)
-    found = opened(tmp_path)
-    assert found.problems == () and found.layout is (Layout.FULL if cut == "nothing" else Layout.SHARDED)
 
 
 def test_factors_beside_whole_moments_of_cut_parameters_are_no_slices(tmp_path: Path) -> None:
@@ -258,29 +213,61 @@ def test_vectors_in_one_piece_may_be_whole_or_one_ranks_slice(
     assert torch.load(tmp_path / "model.pt").keys() == found.model.params.keys()  # type: ignore[union-attr]
 
 
-def test_a_raw_optimizer_that_one_rank_saved_is_whole(tmp_path: Path) -> None:
-    save_as_ranks(tmp_path / "one", raw_fsdp1, 1)
-    assert opened(tmp_path / "one").layout is Layout.FULL
+def over_two(*shape: int) -> torch.Tensor:
+    return distribute_tensor(torch.ones(shape), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
 
 
-def test_an_optimizer_by_name_with_a_parameter_that_is_a_number_is_not_taken_for_slices(tmp_path: Path) -> None:
-    def content(_: int) -> dict[str, Any]:
-        names = {"0": torch.randn(2), "w": torch.randn(4, 3)}
-        state = {name: {"exp_avg": torch.randn_like(weight)} for name, weight in names.items()}
-        return {"model": names, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": [*names]}]}}
+def adam(state: dict[Any, Any]) -> dict[str, Any]:
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": list(state)}]}
 
-    save_as_ranks(tmp_path, content, 2)
+
+def beside_flat_parameters(rank: int) -> dict[str, Any]:
+    return {**raw_fsdp1(rank), "model": {"l._flat_param": over_two(9)}}
+
+
+def beside_states_outside_of_fsdp(rank: int) -> dict[str, Any]:
+    """A parameter outside of FSDP has whole states of two dimensions; the model beside shows what is cut."""
+    slices = torch.randn(11, generator=torch.Generator().manual_seed(rank))
+    state = {number: {"exp_avg": value} for number, value in enumerate((torch.ones(4, 3), slices, torch.ones(5)))}
+    return {"model": {"cut": over_two(6, 3), "whole": torch.ones(4, 3), "bias": torch.ones(5)}, "optim": adam(state)}
+
+
+def factors(*, model: bool, state: bool) -> Callable[[int], dict[str, Any]]:
+    """Adafactor's, for instance: vectors in no parameter's shape beside states in theirs. Which of both DCP cut."""
+
+    def state_of(_rank: int) -> dict[str, Any]:
+        states = {0: {"exp_avg": over_two(6, 3) if state else torch.ones(6, 3), "row": torch.ones(11)}}
+        return {"model": {"w": over_two(6, 3) if model else torch.ones(6, 3)}, "optim": adam(states)}
+
+    return state_of
+
+
+BY_NUMBER_AND_NAME = {"0": torch.randn(2), "w": torch.randn(4, 3)}
+BY_ID = adam({0: {"exp_avg": torch.randn(4, 3), "step": torch.tensor(3.0)}, 1: {"exp_avg": torch.randn(4)}})
+FATAL_SLICES, LOST_SLICES = ([(kind, "optim.state.1.exp_avg", True)] for kind in ("flattened", "flattened-lost"))
+# What is saved, of how many ranks, the layout that it has, and the problems, with whether each is fatal
+VECTORS: dict[str, tuple[Callable[[int], dict[str, Any]], int, Layout, list[tuple[str, str | None, bool]]]] = {
+    "raw beside flat parameters": (beside_flat_parameters, 2, Layout.FLATTENED, LOST_SLICES),
+    "raw beside whole states": (beside_states_outside_of_fsdp, 2, Layout.FLATTENED, FATAL_SLICES),
+    "factors beside states that are cut": (factors(model=True, state=True), 2, Layout.SHARDED, []),
+    "factors of whole parameters": (factors(model=False, state=False), 2, Layout.FULL, []),
+    "raw of one rank": (raw_fsdp1, 1, Layout.FULL, []),
+    "a parameter whose name is a number": (lambda _: {"model": BY_NUMBER_AND_NAME, "optim": adam({
+        name: {"exp_avg": weight} for name, weight in BY_NUMBER_AND_NAME.items()})}, 2, Layout.FULL, []),
+    "a whole optimizer by id": (lambda _: {"optim": BY_ID}, 2, Layout.FULL, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors_are_slices_or_whole(name: str, tmp_path: Path) -> None:
+    state_of, world, layout, problems = VECTORS[name]
+    save_as_ranks(tmp_path, state_of, world)
     found = opened(tmp_path)
-    assert (found.layout, found.problems) == (Layout.FULL, ())
-
-
-def test_a_whole_optimizer_by_id_is_not_taken_for_slices(tmp_path: Path) -> None:
-    state = {0: {"exp_avg": torch.randn(4, 3), "step": torch.tensor(3.0)}, 1: {"exp_avg": torch.randn(4)}}
-    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
-    save_as_ranks(tmp_path, lambda _: {"optim": optim}, 2)
-    found = opened(tmp_path)
-    same_values(found, optim=optim)
-    assert found.problems == ()
+    assert [(problem.kind, problem.key, problem.fatal) for problem in found.problems] == problems
+    assert found.layout is layout
+    assert all("gone" in problem.message for problem in found.problems if problem.kind == "flattened-lost")
+    if name == "a whole optimizer by id":
+        same_values(found, optim=BY_ID)
 
 
 WEIGHTS = {

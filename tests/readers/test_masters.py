@@ -213,47 +213,35 @@ def fused(directory: Path, groups: list[list[str]], *, buffers: list[str]) -> tu
     return saved(directory, root), model, whole
 
 
-def test_the_flat_masters_and_states_of_deepspeeds_fused_adam_become_parameters(tmp_path: Path) -> None:
-    names = [name for name, _ in trained()[0].named_parameters()]
-    source, _, whole = fused(tmp_path, [names], buffers=["mask"])
+ALL = ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]
+IN_GROUPS = [
+    ([["0.weight", "2.weight"], ["0.bias", "1.weight", "1.bias"]], ["mask"]),  # who is in which group?
+    ([["1.bias", "0.weight"], ["2.weight", "0.bias", "1.weight"]], []),
+    ([ALL], []),  # fewer elements than the model with its buffer
+]
+
+
+@pytest.mark.parametrize(("groups", "buffers"), [*IN_GROUPS, ([ALL], ["mask"])])
+def test_the_flat_masters_and_states_of_deepspeeds_fused_adam_become_parameters(
+    groups: list[list[str]], buffers: list[str], tmp_path: Path
+) -> None:
+    """Those of several groups are divided by their values."""
+    source, _, whole = fused(tmp_path, groups, buffers=buffers)
     fsdpckpt.convert(source, tmp_path / "full.pt", to="full")
     found = loaded(tmp_path / "full.pt")
-    optimizer = found["optimizer"]["optimizer_state_dict"]
-    assert list(optimizer["state"]) == names == optimizer["param_groups"][0]["params"]
     assert found["optimizer"].keys() == {"clip_grad", "optimizer_state_dict"}
+    optimizer = found["optimizer"]["optimizer_state_dict"]
+    assert [group["params"] for group in optimizer["param_groups"]] == groups
     for name, master, exp_avg in whole:
         assert identical(found["model"][name], master), name
         assert identical(optimizer["state"][name]["exp_avg"], exp_avg), name
         assert optimizer["state"][name]["step"] == 1
+    # torch's optimizers add to a step in place: in one storage it would be counted once for each parameter.
+    assert len({entry["step"].data_ptr() for entry in optimizer["state"].values()}) == len(whole)
     assert found["model"]["mask"].dtype is torch.bfloat16
     assert fsdpckpt.diff(source, tmp_path / "full.pt").same
     fsdpckpt.convert(source, tmp_path / "dcp", to="sharded", world_size=2)
     assert fsdpckpt.diff(source, tmp_path / "dcp").same
-
-
-IN_GROUPS = [
-    ([["0.weight", "2.weight"], ["0.bias", "1.weight", "1.bias"]], ["mask"]),  # who is in which group?
-    ([["1.bias", "0.weight"], ["2.weight", "0.bias", "1.weight"]], []),
-    ([["0.weight", "0.bias", "1.weight", "1.bias", "2.weight"]], []),  # fewer elements than the model with its buffer
-]
-
-
-@pytest.mark.parametrize(("groups", "buffers"), IN_GROUPS)
-def test_the_flat_masters_of_several_groups_are_divided_by_their_values(
-    groups: list[list[str]], buffers: list[str], tmp_path: Path
-) -> None:
-    source, _, whole = fused(tmp_path, groups, buffers=buffers)
-    fsdpckpt.convert(source, tmp_path / "full.pt")
-    found = loaded(tmp_path / "full.pt")
-    states = found["optimizer"]["optimizer_state_dict"]
-    assert [group["params"] for group in states["param_groups"]] == groups
-    for name, master, exp_avg in whole:
-        assert identical(found["model"][name], master), name
-        assert identical(states["state"][name]["exp_avg"], exp_avg), name
-    # torch's optimizers add to a step in place: in one storage it would be counted once for each parameter.
-    assert len({entry["step"].data_ptr() for entry in states["state"].values()}) == len(whole)
-    assert found["model"]["mask"].dtype is torch.bfloat16
-    assert fsdpckpt.diff(source, tmp_path / "full.pt").same
 
 
 @pytest.mark.parametrize(("groups", "buffers"), IN_GROUPS)

@@ -448,7 +448,7 @@ class TestRanks(ReaderContract):
     weights = {  # noqa: RUF012  # as in the base class
         WORD_EMBEDDINGS: np.arange(1 << 20, dtype=np.float32).reshape(1 << 11, 1 << 9),
         NORM: np.arange(1 << 9, dtype=np.float32),
-        "output_layer.weight": np.arange(1 << 20, dtype=np.float32).reshape(1 << 11, 1 << 9) / 3,
+        "output_layer.weight": np.arange(1 << 15, dtype=np.float32).reshape(1 << 11, 1 << 4) / 3,
     }
 
     def save(self, directory: Path) -> Path:

@@ -199,34 +199,30 @@ def test_torchtunes_optimizer_is_not_joined_to_weights_under_other_names(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "optim",
+    ("model", "optim", "lacks"),
     [
-        TORCHTUNE,
-        tuple(f"module.{name}" for name in TORCHTUNE),
-        tuple(f"_orig_mod.{name}" for name in TORCHTUNE),
-        ("layers.0._fsdp_wrapped_module.attn.q_proj.weight",),
-        (0, 1, 2),
-        ("layers.0._flat_param",),
+        *(
+            (TORCHTUNE, optim, ())
+            for optim in (
+                TORCHTUNE,
+                tuple(f"module.{name}" for name in TORCHTUNE),
+                tuple(f"_orig_mod.{name}" for name in TORCHTUNE),
+                ("layers.0._fsdp_wrapped_module.attn.q_proj.weight",),
+                (0, 1, 2),
+                ("layers.0._flat_param",),
+            )
+        ),
+        (tuple(f"model.{name}" for name in TORCHTUNE), TORCHTUNE, ()),  # a prefix on the model's names alone
+        (TORCHTUNE, (*TORCHTUNE, "output.weight"), ("output.weight",)),
     ],
 )
-def test_names_that_are_alike_but_for_wrappers_and_ids_are_of_one_model(
-    tmp_path: Path, optim: tuple[str | int, ...]
+def test_names_that_are_alike_but_for_wrappers_and_ids_are_of_one_model_and_others_are_noted(
+    tmp_path: Path, model: tuple[str, ...], optim: tuple[str | int, ...], lacks: tuple[str, ...]
 ) -> None:
-    found = opened(saved(tmp_path, TORCHTUNE, optim))
+    found = opened(saved(tmp_path, model, optim))
     assert found.model is not None and found.optim is not None
-    assert [note for note in found.notes if note.kind == "unmatched"] == []
-
-
-def test_a_prefix_on_the_models_names_alone_is_none_of_the_optimizers_business(tmp_path: Path) -> None:
-    found = opened(saved(tmp_path, tuple(f"model.{name}" for name in TORCHTUNE), TORCHTUNE))
-    assert found.optim is not None and "unmatched" not in [note.kind for note in found.notes]
-
-
-def test_some_names_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
-    found = opened(saved(tmp_path, TORCHTUNE, (*TORCHTUNE, "output.weight")))
-    (note,) = [note for note in found.notes if note.kind == "unmatched"]
-    assert note.keys == ("output.weight",)
-    assert note.message == "1 optimizer key is none of the model's: output.weight"
+    noted = [(note.keys, note.message) for note in found.notes if note.kind == "unmatched"]
+    assert noted == [((name,), f"1 optimizer key is none of the model's: {name}") for name in lacks]
 
 
 def test_a_users_own_value_among_the_states_is_no_name_that_the_model_lacks(tmp_path: Path) -> None:
