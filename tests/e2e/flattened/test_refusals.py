@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,208 +14,179 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.errors import FsdpckptError, NeedsInformationError, SourceError, UsageError
 from tests.e2e.flattened.cases import Variant, load
+from tests.makers import Change, copied, lose, move, swap
 from tests.oracle.session import Oracle
+from tests.refusals import Refused
 
-REFUSED = (SourceError, NeedsInformationError)
-ORIG = pytest.mark.parametrize("orig", [True, False], ids=["orig", "flat"])
-
-
-def refused(source: Path, target: Path, **options: Any) -> FsdpckptError:
-    """The error of a conversion to full that must not happen."""
-    with pytest.raises(REFUSED) as raised:
-        fsdpckpt.convert(source, target, **{"to": "full", "key_type": "name", **options})
-    assert not target.exists()
-    assert raised.value.exit_code in (3, 4)
-    return raised.value
+Make = Callable[[Oracle, Path], Path]
+"""Makes a file that an option names, in a directory."""
 
 
-def changed_units(path: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    document = json.loads(path.read_text())
-    change(document)
-    target.write_text(json.dumps(document))
-    return target
+@dataclass(frozen=True)
+class Row:
+    """``form`` of ``source``, saved by ``world`` ranks, after ``changes``, converted with ``options`` and ``files``."""
+
+    what: str
+    source: Variant
+    form: str
+    world: int = 3
+    changes: tuple[Change, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Make] = field(default_factory=dict)
+    code: int = 3
+    says: str = ""
+
+    @property
+    def id(self) -> str:
+        return f"{self.what}, {self.source.name} {self.form}"
 
 
-WRONG_UNITS = [
-    ("nested", True, "rewrapped", True),
-    ("nested", False, "rewrapped", False),
-    ("nested", True, "nested", False),
-    ("nested", False, "nested", True),
-    ("nested", True, "mixed", True),
-    ("mixed", True, "nested", True),
-    ("nested", True, "no_shard", True),
-    ("nested", False, "no_shard", False),
-    ("no_shard", False, "nested", False),
-    ("nested", True, "transformer", True),
-    ("nested", False, "tiny", False),
-    ("same_sized", True, "nested", True),
-    ("frozen_unit", True, "rewrapped", True),
-    ("outside", False, "nested", False),
-    ("nested", False, "outside", False),
-]
+def without_json(directory: Path) -> None:
+    """Units that lie beside the files say nothing."""
+    for path in directory.glob("*.json"):
+        path.unlink()
 
 
-@pytest.mark.parametrize("form", ["raw", "flat"])
-@pytest.mark.parametrize(("name", "orig", "other", "other_orig"), WRONG_UNITS)
-def test_the_units_of_another_model_or_wrapping(
-    oracle: Oracle, tmp_path: Path, name: str, orig: bool, other: str, other_orig: bool, form: str
-) -> None:
-    source = tmp_path / form
-    shutil.copytree(Variant(name, orig).directory(oracle, 3) / form, source, ignore=shutil.ignore_patterns("*.json"))
-    units = Variant(other, other_orig).directory(oracle, 3) / "units.json"
-    options = {"only": "optim"} if form == "raw" else {}
-    refused(source, tmp_path / "full.pt", units=units, **options)
+def units(variant: Variant, world: int = 3, exchanged: tuple[str, str] = ("", "")) -> dict[str, Make]:
+    """The units of ``variant``, in which two parameters have each other's names."""
+
+    def make(oracle: Oracle, directory: Path) -> Path:
+        text = (variant.directory(oracle, world) / "units.json").read_text()
+        one, other = (json.dumps(name) for name in exchanged)
+        if exchanged[0]:
+            assert one in text and other in text
+            text = text.replace(one, '"?"').replace(other, one).replace('"?"', other)
+        (directory / "units.json").write_text(text)
+        return directory / "units.json"
+
+    return {"units": make}
 
 
-@ORIG
-def test_the_units_of_a_hybrid_run_for_one_that_shards_over_all_ranks(
-    oracle: Oracle, tmp_path: Path, orig: bool
-) -> None:
-    one, other = (Variant(name, orig).directory(oracle, 4) for name in ("nested", "hybrid"))
-    refused(one / "raw", tmp_path / "full.pt", only="optim", units=other / "units.json")
-    refused(other / "raw", tmp_path / "full.pt", only="optim", units=one / "units.json")
+def reference(variant: Variant, rename: Callable[[str], str], first: str) -> dict[str, Make]:
+    """The model of ``variant`` under new names; those that begin with ``first`` come first."""
+
+    def make(oracle: Oracle, directory: Path) -> Path:
+        weights = load(variant.directory(oracle, 3) / "truth.pt")["model"]
+        names = sorted(weights, key=lambda name: not name.startswith(first))
+        torch.save({rename(name): weights[name] for name in names}, directory / "reference.pt")
+        return directory / "reference.pt"
+
+    return {"reference": make}
 
 
-@pytest.mark.parametrize("form", ["raw", "flat", "mix"])
-@ORIG
-def test_half_of_the_ranks_renamed_to_look_like_all(oracle: Oracle, tmp_path: Path, orig: bool, form: str) -> None:
-    variant = Variant("nested", orig)
-    whole, half = variant.directory(oracle, 4) / form, tmp_path / "half"
-    half.mkdir()
-    for path in whole.glob("*_world_size_4_rank_[01].pt"):
-        shutil.copy(path, half / path.name.replace("_size_4_", "_size_2_"))
-    refused(half, tmp_path / "full.pt", units=variant.directory(oracle, 4) / "units.json")
-    refused(half, tmp_path / "full.pt", units=variant.directory(oracle, 2) / "units.json")
+def orig(name: str) -> Variant:
+    return Variant(name, True)
 
 
-@pytest.mark.parametrize(
-    ("form", "section"), [("raw", "optim"), ("flat", "optim"), ("mix", "optim"), ("flat", "model"), ("mix", "model")]
+def flat(name: str) -> Variant:
+    return Variant(name, False)
+
+
+WRONG_UNITS = (
+    (orig("nested"), orig("rewrapped")),
+    (flat("nested"), flat("rewrapped")),
+    (orig("nested"), flat("nested")),
+    (flat("nested"), orig("nested")),
+    (orig("nested"), orig("mixed")),
+    (orig("mixed"), orig("nested")),
+    (orig("nested"), orig("no_shard")),
+    (flat("nested"), flat("no_shard")),
+    (flat("no_shard"), flat("nested")),
+    (orig("nested"), orig("transformer")),
+    (flat("nested"), flat("tiny")),
+    (orig("same_sized"), orig("nested")),
+    (orig("frozen_unit"), orig("rewrapped")),
+    (flat("outside"), flat("nested")),
+    (flat("nested"), flat("outside")),
 )
-@ORIG
-def test_the_files_of_two_ranks_swapped(oracle: Oracle, tmp_path: Path, orig: bool, form: str, section: str) -> None:
-    variant = Variant("same_sized", orig)
-    source, swapped = variant.directory(oracle, 3) / form, tmp_path / "swapped"
-    shutil.copytree(source, swapped)
-    names = [f"{section}_world_size_3_rank_{rank}.pt" for rank in (1, 2)]
-    for name, other in (names, names[::-1]):
-        shutil.copy(source / name, swapped / other)
-    error = refused(swapped, tmp_path / "full.pt", units=variant.directory(oracle, 3) / "units.json")
-    assert "rank" in str(error)
+OPTIM = {"only": "optim"}
+ONE_SIZE = ("b.0.weight", "b.2.weight")
+A_AND_B = ("a.0", "a.1", "a.2", "b")
 
 
-@pytest.mark.parametrize("form", ["raw", "flat", "mix"])
-@ORIG
-def test_the_file_of_a_rank_is_missing(oracle: Oracle, tmp_path: Path, orig: bool, form: str) -> None:
-    variant = Variant("nested", orig)
-    source = tmp_path / "two"
-    shutil.copytree(variant.directory(oracle, 3) / form, source)
-    (source / "optim_world_size_3_rank_1.pt").unlink()
-    refused(source, tmp_path / "full.pt", units=variant.directory(oracle, 3) / "units.json")
+def file(section: str, world: int, rank: int) -> str:
+    return f"{section}_world_size_{world}_rank_{rank}.pt"
 
 
-def _swap(document: dict[str, Any], one: str, other: str) -> None:
-    """Exchange two parameters of the same size everywhere in a units file."""
-    text = (
-        json.dumps(document).replace(f'"{one}"', '"?"').replace(f'"{other}"', f'"{one}"').replace('"?"', f'"{other}"')
-    )
-    document.update(json.loads(text))
+def sections(form: str) -> tuple[str, ...]:
+    return ("optim",) if form == "raw" else ("model", "optim")
 
 
-@pytest.mark.parametrize("form", ["flat", "mix"])
-def test_units_with_two_parameters_of_one_size_exchanged(oracle: Oracle, tmp_path: Path, form: str) -> None:
-    directory = Variant("same_sized", True).directory(oracle, 3)
-    source = tmp_path / form
-    shutil.copytree(directory / form, source, ignore=shutil.ignore_patterns("*.json"))
-    units = changed_units(
-        directory / "units.json", tmp_path / "units.json", lambda d: _swap(d, "b.0.weight", "b.2.weight")
-    )
-    refused(source, tmp_path / "full.pt", units=units)
+def wrong_files(nested: Variant, sized: Variant, form: str) -> Iterator[Row]:
+    missing = (lose(file("optim", 3, 1)),)
+    yield Row("the file of a rank is missing", nested, form, changes=missing, files=units(nested))
+    world = 3 if form == "mix" else 4  # where it was saved
+    some = [move(file(section, world, rank), file(section, 2, rank)) for section in sections(form) for rank in (0, 1)]
+    for other in (world, 2):
+        changes = (*some, lose(f"*_world_size_{world}_rank_*"))
+        what = f"some of the ranks named as all, units of {other}"
+        yield Row(what, nested, form, world, changes, files=units(nested, other))
+    for section in sections(form):
+        changes = (swap(file(section, 3, 1), file(section, 3, 2)),)
+        what = f"the {section} files of two ranks swapped"
+        yield Row(what, sized, form, changes=changes, files=units(sized), says="rank")
 
 
-@ORIG
-def test_units_with_two_parameters_of_one_size_exchanged_beside_a_named_model(
-    oracle: Oracle, tmp_path: Path, orig: bool
-) -> None:
-    directory = Variant("same_sized", orig).directory(oracle, 3)
-    units = changed_units(
-        directory / "units.json", tmp_path / "units.json", lambda d: _swap(d, "b.0.weight", "b.2.weight")
-    )
-    refused(directory / "mix", tmp_path / "full.pt", units=units)
+def wrong_words(nested: Variant, sized: Variant) -> Iterator[Row]:
+    """Units and references of the same sizes."""
+    hybrid = Variant("hybrid", nested.orig)
+    yield Row("units of a hybrid run", nested, "raw", 4, options=OPTIM, files=units(hybrid, 4))
+    yield Row("units of one over all ranks", hybrid, "raw", 4, options=OPTIM, files=units(nested, 4))
+    yield Row("two of one size exchanged", sized, "mix", files=units(sized, exchanged=ONE_SIZE))
+    another = reference(sized, lambda name: f"other.{name}", "")
+    named = {"unit": tuple(f"other.{name}" for name in A_AND_B)}
+    for form in ("flat", "mix"):
+        what = "reference of another model"
+        yield Row(what, sized, form, changes=(without_json,), files=another, code=4)
+        yield Row(f"{what} with its modules", sized, form, 3, (without_json,), named, another, code=2)
+    reordered = reference(sized, lambda name: name, "b.")  # an order that a module can have
+    yield Row("reference in another order", sized, "mix", options={"unit": A_AND_B}, files=reordered)
+    yield Row("nothing names the slices", nested, "raw", options=OPTIM, code=4, says="--units")
 
 
-@ORIG
-@pytest.mark.parametrize("form", ["flat", "mix"])
-def test_a_reference_of_another_model_with_parameters_of_the_same_sizes(
-    oracle: Oracle, tmp_path: Path, orig: bool, form: str
-) -> None:
-    directory = Variant("same_sized", orig).directory(oracle, 3)
-    source = tmp_path / form
-    shutil.copytree(directory / form, source, ignore=shutil.ignore_patterns("*.json"))
-    weights = load(directory / "truth.pt")["model"]
-    torch.save({f"other.{name}": value for name, value in weights.items()}, tmp_path / "reference.pt")
-    modules = ("other.a.0", "other.a.1", "other.a.2", "other.b")
-    refused(source, tmp_path / "full.pt", reference=tmp_path / "reference.pt")
-    with pytest.raises((*REFUSED, UsageError)):
-        fsdpckpt.convert(source, tmp_path / "full.pt", to="full", reference=tmp_path / "reference.pt", unit=modules)
-    assert not (tmp_path / "full.pt").exists()
+def other_units() -> Iterator[Row]:
+    """Units of another model or wrapping."""
+    for source, other in WRONG_UNITS:
+        for form, options in (("raw", OPTIM), ("flat", {})):
+            yield Row(f"units of {other.name}", source, form, 3, (without_json,), options, units(other))
+    sized = orig("same_sized")
+    yield Row("two of one size exchanged", sized, "flat", 3, (without_json,), {}, units(sized, exchanged=ONE_SIZE))
+    onto = {"to": "flattened", "world_size": 2, "key_type": "id"}
+    for name in ("groups", "frozen_some"):
+        yield Row("groups that cut across units", orig(name), "flat", options=onto, files=units(flat("nested")))
 
 
-@ORIG
-def test_a_reference_in_another_order_than_the_model_beside_the_slices(
-    oracle: Oracle, tmp_path: Path, orig: bool
-) -> None:
-    directory = Variant("same_sized", orig).directory(oracle, 3)
-    weights = load(directory / "truth.pt")["model"]
-    names = sorted(weights, key=lambda name: not name.startswith("b."))  # an order that a module can have
-    torch.save({name: weights[name] for name in names}, tmp_path / "reference.pt")
-    refused(
-        directory / "mix",
-        tmp_path / "full.pt",
-        reference=tmp_path / "reference.pt",
-        unit=("a.0", "a.1", "a.2", "b"),
-    )
+def nothing_said() -> Iterator[Row]:
+    """Modules are not named, or how they are wrapped."""
+    yield Row("modules are not named", flat("nested"), "mix", code=4, says="--unit")
+    onto, modules = {"to": "flattened", "world_size": 2}, ("outer", "outer.inner")
+    for option, given in (("--unit", {"use_orig_params": True}), ("--use-orig-params", {"unit": modules})):
+        yield Row(f"no {option}", orig("nested"), "sharded", options={**onto, **given}, code=4, says=option)
 
 
-@ORIG
-def test_slices_that_nothing_names_need_units(oracle: Oracle, tmp_path: Path, orig: bool) -> None:
-    directory = Variant("nested", orig).directory(oracle, 3)
-    error = refused(directory / "raw", tmp_path / "full.pt", only="optim")
-    assert error.exit_code == 4
-    assert "--units" in error.text
+ROWS = [*other_units(), *nothing_said()]
+for make in (orig, flat):
+    ROWS += wrong_words(make("nested"), make("same_sized"))
+    for form in ("raw", "flat", "mix"):
+        ROWS += wrong_files(make("nested"), make("same_sized"), form)
 
 
-def test_slices_beside_a_model_need_the_wrapped_modules(oracle: Oracle, tmp_path: Path) -> None:
-    directory = Variant("nested", False).directory(oracle, 3)
-    error = refused(directory / "mix", tmp_path / "full.pt")
-    assert error.exit_code == 4
-    assert "--unit" in error.text
-
-
-@pytest.mark.parametrize("missing", ["unit", "use_orig_params"])
-def test_a_target_whose_wrapping_is_not_said(oracle: Oracle, tmp_path: Path, missing: str) -> None:
-    directory = Variant("nested", True).directory(oracle, 3)
-    options = {"unit": ("outer", "outer.inner"), "use_orig_params": True}
-    del options[missing]
-    error = refused(directory / "sharded", tmp_path / "flat", to="flattened", world_size=2, **options)
-    assert error.exit_code == 4
-    assert f"--{missing.replace('_', '-')}" in error.text
-
-
-@pytest.mark.parametrize("name", ["groups", "frozen_some"])
-def test_groups_that_cut_across_units_do_not_fit_flat_parameters(oracle: Oracle, tmp_path: Path, name: str) -> None:
-    directory = Variant(name, True).directory(oracle, 3)
-    units = Variant("nested", False).directory(oracle, 3) / "units.json"
-    refused(directory / "flat", tmp_path / "flat", to="flattened", world_size=2, units=units, key_type="id")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_files_and_units_that_do_not_belong_together_are_refused(oracle: Oracle, tmp_path: Path, row: Row) -> None:
+    copied(row.source.directory(oracle, row.world) / row.form, *row.changes)(tmp_path / "source")
+    given = {option: make(oracle, tmp_path) for option, make in row.files.items()}
+    options = {"to": "full", "key_type": "name", **row.options, **given}
+    Refused(row.code, row.says).by(lambda: fsdpckpt.convert(tmp_path / "source", tmp_path / "target", **options))
+    assert not (tmp_path / "target").exists()
 
 
 def test_the_command_line_ends_with_the_code_of_the_refusal(oracle: Oracle, tmp_path: Path) -> None:
-    source, target = Variant("nested", True).directory(oracle, 3) / "raw", tmp_path / "full.pt"
+    source, target = orig("nested").directory(oracle, 3) / "raw", tmp_path / "full.pt"
     command = [sys.executable, "-m", "fsdpckpt", "convert", str(source), str(target), "--to", "full", "--only", "optim"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, target.exists()) == (4, False)
     assert "--units" in ended.stderr
-    units = Variant("rewrapped", True).directory(oracle, 3) / "units.json"
-    ended = subprocess.run([*command, "--units", str(units)], capture_output=True, text=True, check=False)
+    wrong = orig("rewrapped").directory(oracle, 3) / "units.json"
+    ended = subprocess.run([*command, "--units", str(wrong)], capture_output=True, text=True, check=False)
     assert (ended.returncode, target.exists()) == (3, False)

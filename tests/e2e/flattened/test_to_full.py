@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,27 @@ import pytest
 import fsdpckpt
 from tests.e2e.flattened.cases import Variant, load
 from tests.oracle.compare import differences, optimizer_by_id
-from tests.oracle.flat_scenarios import variants
+from tests.oracle.flat_naive import optimizer_states, parameters
+from tests.oracle.flat_scenarios import Scenario, variants
 from tests.oracle.session import Oracle
 
 ALL = [(Variant(entry.name, orig), world) for world in (1, 2, 3, 4) for entry, orig in variants(world)]
-CASES = [pytest.param(variant, world, id=f"{variant.name}-of-{world}") for variant, world in ALL]
 # Each variant at one of its world sizes; on one rank nothing is cut with original parameters.
 TURNS = [
-    pytest.param(variant, world, id=f"{variant.name}-of-{world}")
+    (variant, variant.entry.worlds[number % len(variant.entry.worlds)])
     for number, variant in enumerate(dict.fromkeys(variant for variant, _ in ALL))
-    for world in [variant.entry.worlds[number % len(variant.entry.worlds)]]
 ]
-MIXED = [
-    case
-    for case, (variant, world) in zip(CASES, ALL, strict=True)
-    if variant.entry.mix and world == variant.entry.mix_world(orig=variant.orig)
-]
-LOCAL = [case for case, (variant, world) in zip(CASES, ALL, strict=True) if variant.entry.group is None]
-DCP = [case for case, (variant, world) in zip(CASES, ALL, strict=True) if variant.entry.dcp and world == 3]
+
+
+def each_of(
+    cases: list[tuple[Variant, int]], wanted: Callable[[Scenario, bool, int], bool] = lambda *_: True
+) -> pytest.MarkDecorator:
+    rows = [
+        pytest.param(variant, world, id=f"{variant.name}-of-{world}")
+        for variant, world in cases
+        if wanted(variant.entry, variant.orig, world)
+    ]
+    return pytest.mark.parametrize(("variant", "world"), rows)
 
 
 @functools.cache
@@ -37,46 +41,65 @@ def truth_in(directory: Path) -> dict[str, Any]:
     return load(directory / "truth.pt")
 
 
-def without_param_names(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer state dict without the wrapped model's names, which say nothing about a full state dict."""
-    groups = [
-        {key: value for key, value in group.items() if key != "param_names"} for group in optimizer["param_groups"]
-    ]
-    return {**optimizer, "param_groups": groups}
-
-
 def same_optimizer(found: dict[str, Any], truth: dict[str, Any]) -> list[str]:
-    return differences(without_param_names(found), without_param_names(truth), "optimizer")
+    """But for ``param_names``: those of a wrapped model say nothing about a full state dict."""
+    one, other = (
+        {**each, "param_groups": [group | {"param_names": None} for group in each["param_groups"]]}
+        for each in (found, truth)
+    )
+    return differences(one, other, "optimizer")
 
 
-@pytest.mark.parametrize(("variant", "world"), LOCAL)
+def require_truth(path: Path, directory: Path) -> dict[str, Any]:
+    """What is in the file is the truth of the run."""
+    found, truth = load(path), truth_in(directory)
+    assert differences(found["model"], truth["model"], "model") == []
+    assert same_optimizer(found["optimizer"], truth["optimizer"]) == []
+    return found
+
+
+@each_of(ALL)
+def test_the_full_state_pytorch_gathers_is_the_slices_put_together(
+    oracle: Oracle, variant: Variant, world: int
+) -> None:
+    """The truth that every other test here compares with."""
+    directory = variant.directory(oracle, world)
+    weights, truth = parameters(directory), truth_in(directory)
+    assert weights
+    assert differences(weights, {name: truth["model"][name] for name in weights}) == []
+    assert differences(optimizer_states(directory, orig=variant.orig), truth["optimizer"]["state"]) == []
+
+
+def test_slices_of_another_run_are_another_state(oracle: Oracle) -> None:
+    one, other = (Variant("nested", True).directory(oracle, world) for world in (2, 3))
+    assert differences(optimizer_states(one, orig=True), truth_in(other)["optimizer"]["state"])
+
+
+@each_of(ALL, lambda entry, orig, world: entry.group is None)
 def test_local_model_and_raw_optimizer_files_become_the_full_state_that_pytorch_had(
     oracle: Oracle, tmp_path: Path, variant: Variant, world: int
 ) -> None:
     directory = variant.directory(oracle, world)
     fsdpckpt.convert(directory / "flat", tmp_path / "full.pt", to="full", key_type="name", verify="full")
-    found, truth = load(tmp_path / "full.pt"), truth_in(directory)
-    assert differences(found["model"], truth["model"], "model") == []
-    assert same_optimizer(found["optimizer"], truth["optimizer"]) == []
+    require_truth(tmp_path / "full.pt", directory)
 
 
-@pytest.mark.parametrize(("variant", "world"), TURNS)
-def test_raw_optimizer_files_alone_become_the_full_state_with_a_units_file(
+@each_of(TURNS)
+def test_raw_optimizer_files_alone_become_the_full_state_with_a_units_file_given_or_beside_them(
     oracle: Oracle, tmp_path: Path, variant: Variant, world: int
 ) -> None:
     directory = variant.directory(oracle, world)
-    fsdpckpt.convert(
-        directory / "raw",
-        tmp_path / "full.pt",
-        to="full",
-        only="optim",
-        key_type="name",
-        units=directory / "units.json",
-    )
+    options = {"to": "full", "only": "optim", "key_type": "name"}
+    fsdpckpt.convert(directory / "raw", tmp_path / "full.pt", units=directory / "units.json", **options)
     assert same_optimizer(load(tmp_path / "full.pt"), truth_in(directory)["optimizer"]) == []
+    if variant == Variant("nested", False):
+        shutil.copytree(directory / "raw", tmp_path / "raw")
+        shutil.copy(directory / "units.json", tmp_path / "raw" / "how-it-was-wrapped.json")
+        fsdpckpt.convert(tmp_path / "raw", tmp_path / "beside.pt", **options)
+        assert same_optimizer(load(tmp_path / "beside.pt"), truth_in(directory)["optimizer"]) == []
 
 
-@pytest.mark.parametrize(("variant", "world"), MIXED)
+@each_of(ALL, lambda entry, orig, world: entry.mix and world == entry.mix_world(orig=orig))
 def test_optimizer_slices_beside_a_sharded_model_become_the_full_state_given_the_wrapped_modules(
     oracle: Oracle, tmp_path: Path, variant: Variant, world: int
 ) -> None:
@@ -85,13 +108,11 @@ def test_optimizer_slices_beside_a_sharded_model_become_the_full_state_given_the
     # Slices of one or two elements may be cut in either way.
     options = {"use_orig_params": variant.orig} if variant.scenario == "tiny" else {}
     fsdpckpt.convert(directory / "mix", tmp_path / "full.pt", to="full", key_type="name", unit=modules, **options)
-    found, truth = load(tmp_path / "full.pt"), truth_in(directory)
-    assert differences(found["model"], truth["model"], "model") == []
-    assert same_optimizer(found["optimizer"], truth["optimizer"]) == []
+    found = require_truth(tmp_path / "full.pt", directory)
     assert found["lr_scheduler"] == {"last_epoch": 2, "base_lrs": [0.01]}
 
 
-@pytest.mark.parametrize(("variant", "world"), DCP)
+@each_of(ALL, lambda entry, orig, world: entry.dcp and world == 3)
 def test_a_local_model_in_dcp_becomes_the_full_model(
     oracle: Oracle, tmp_path: Path, variant: Variant, world: int
 ) -> None:
@@ -107,11 +128,3 @@ def test_without_a_key_type_original_parameters_keep_their_ids(oracle: Oracle, t
     fsdpckpt.convert(directory / "flat", tmp_path / "full.pt", to="full")
     truth = truth_in(directory)["optimizer"]
     assert same_optimizer(load(tmp_path / "full.pt")["optimizer"], optimizer_by_id(truth)) == []
-
-
-def test_a_units_file_of_another_order_of_files_is_found_beside_the_checkpoint(oracle: Oracle, tmp_path: Path) -> None:
-    directory = Variant("nested", False).directory(oracle, 2)
-    shutil.copytree(directory / "raw", tmp_path / "raw")
-    shutil.copy(directory / "units.json", tmp_path / "raw" / "how-it-was-wrapped.json")
-    fsdpckpt.convert(tmp_path / "raw", tmp_path / "full.pt", to="full", only="optim", key_type="name")
-    assert same_optimizer(load(tmp_path / "full.pt"), truth_in(directory)["optimizer"]) == []
