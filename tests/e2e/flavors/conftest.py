@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fsdpckpt.api import verify
-from fsdpckpt.comm.protocol import Solo
+import fsdpckpt
 from fsdpckpt.converters import Report
-from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.options import ConvertOptions
-from fsdpckpt.progress import NoProgress
 from fsdpckpt.verify.resumption import Resumption
 from tests.oracle.launch import torchrun
 from tests.oracle.session import Oracle, void
@@ -23,6 +21,13 @@ from tests.oracle.session import Oracle, void
 SAVED_BY, LOADED_BY = 3, 2  # ranks
 RANKS = {"verl": 4, "torch_checkpointing": 4}  # of those that save on a mesh with replicas
 LIMIT = 280.0  # seconds; 8 to 20 on two idle cores
+
+
+Losses = dict[str, list[list[str]]]
+"""What each rank says of each job, by the job's id."""
+Loaded = tuple[Path, Losses]
+"""Where the conversions are, and what was said of them."""
+LibraryOf = Callable[[str], "Library"]
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,17 @@ class Library:
     module: str
     saved: Path
 
-    def losses(self, jobs: list[Job], scratch: Path, *, ranks: int = LOADED_BY) -> dict[str, list[list[str]]]:
+    def losses(self, jobs: list[Job], scratch: Path, *, ranks: int = LOADED_BY) -> Losses:
         """Let it load each of ``jobs``; what every rank says of the steps after that, exactly."""
         listed = [{"id": job.id, "form": job.form, "path": str(job.path)} for job in jobs]
         (scratch / "jobs.json").write_text(json.dumps(listed))
         torchrun(self.module, "load", str(scratch), world_size=ranks, limit=LIMIT)
-        found: dict[str, list[list[str]]] = json.loads((scratch / "losses.json").read_text())
+        found: Losses = json.loads((scratch / "losses.json").read_text())
         return found
 
 
 @pytest.fixture(scope="session")
-def library(oracle: Oracle) -> Callable[[str], Library]:
+def library(oracle: Oracle) -> LibraryOf:
     """``library("lightning")``: what it saved on its ranks. Skips the test where it is not installed."""
 
     def made(name: str) -> Library:
@@ -68,12 +73,15 @@ def library(oracle: Oracle) -> Callable[[str], Library]:
     return made
 
 
-def written(source: Path, target: Path, **options: object) -> Report:
-    return convert(Solo(), str(source), str(target), ConvertOptions(**options), NoProgress())  # type: ignore[arg-type]
+def written(source: Path, target: Path, **options: Any) -> Report:
+    """As ``fsdpckpt.convert``, whose warnings are in the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fsdpckpt.FsdpckptWarning)
+        return fsdpckpt.convert(source, target, **options)
 
 
 def resumption(path: Path, flavor: str, *, ranks: int | None = LOADED_BY) -> Resumption:
     """What ``verify --for`` says."""
-    found = verify(path, flavor=flavor, world_size=ranks).resumption
+    found = fsdpckpt.verify(path, flavor=flavor, world_size=ranks).resumption
     assert found is not None
     return found

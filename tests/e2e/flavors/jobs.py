@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.oracle.jobs import of_all_ranks, play_jobs
+from tests.oracle.process import quiet_worker
 
-__all__ = ["work"]
+__all__ = ["drawn", "seed_by_rank", "step", "work"]
 
 
-def work(save: Callable[[str], None], losses: Callable[[str, str], list[str]]) -> None:
-    """``... save DIRECTORY`` or ``... load DIRECTORY``: the whole of a worker, once its process group is there.
+def work(save: Callable[[str], None], losses: Callable[[str, str], list[str]], *, group: bool = True) -> None:
+    """``... save DIRECTORY`` or ``... load DIRECTORY``: the whole of a worker. ``group``: in a Gloo group.
 
     Loading writes, for each {"id", "form", "path"} of DIRECTORY/jobs.json, what ``losses(form, path)`` gives on every
     rank to DIRECTORY/losses.json. Does not return.
     """
+    quiet_worker(limit=270)
+    if group:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.manual_seed(0)
     what, directory = sys.argv[1:]
     if what == "save":
         save(directory)
@@ -28,3 +39,25 @@ def work(save: Callable[[str], None], losses: Callable[[str, str], list[str]]) -
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)  # threads that a library leaves behind can abort an orderly end, now and then
+
+
+def step(loss: Tensor, optimizer: Any, *schedules: Any, backward: Callable[[Tensor], object] = Tensor.backward) -> str:
+    """One training step; the loss before it, exactly."""
+    optimizer.zero_grad()
+    backward(loss)
+    for each in (optimizer, *schedules):
+        each.step()
+    return loss.item().hex()
+
+
+def seed_by_rank() -> None:
+    """Each rank has random states of its own."""
+    rank = dist.get_rank()
+    torch.manual_seed(70 + rank)
+    random.seed(7 + rank)
+    np.random.seed(17 + rank)
+
+
+def drawn() -> list[str]:
+    """The next random numbers, exactly."""
+    return [torch.rand(()).item().hex(), random.random().hex(), float(np.random.rand()).hex()]

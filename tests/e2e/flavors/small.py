@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
-__all__ = ["Block", "Small", "batch", "filled", "loss_of"]
+__all__ = ["Block", "Small", "biases_and_others", "filled", "loss_of", "sharded"]
 
 WORDS, WIDTH, HIDDEN = 13, 7, 11
 
@@ -48,12 +50,23 @@ def filled(seed: int) -> Small:
     return model
 
 
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one step: the same on every rank, so that the loss does not depend on their number."""
-    generator = torch.Generator().manual_seed(500 + number)
-    return torch.randint(WORDS, (3, 5), generator=generator), torch.randint(WORDS, (15,), generator=generator)
+def sharded(seed: int, mesh: DeviceMesh | None = None) -> Small:
+    """That model under FSDP2."""
+    model = filled(seed)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def biases_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Its parameters for two groups of an optimizer."""
+    named = list(model.named_parameters())
+    biases = [param for name, param in named if name.endswith("bias")]
+    return biases, [param for name, param in named if not name.endswith("bias")]
 
 
 def loss_of(model: nn.Module, number: int) -> Tensor:
-    tokens, targets = batch(number)
+    """The loss of one step, on data that is the same on every rank: it does not depend on their number."""
+    generator = torch.Generator().manual_seed(500 + number)
+    tokens, targets = (torch.randint(WORDS, shape, generator=generator) for shape in ((3, 5), (15,)))
     return nn.functional.cross_entropy(model(tokens).reshape(15, WORDS), targets)

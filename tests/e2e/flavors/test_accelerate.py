@@ -9,7 +9,6 @@ import json
 import pickle
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +16,17 @@ import pytest
 import torch
 
 from fsdpckpt.api import inspect, verify
-from fsdpckpt.ir.checkpoint import Container, Layout
-from tests.e2e.flavors.conftest import Job, Library, resumption, written
+from tests.e2e.flavors.conftest import Job, Library, LibraryOf, Losses, resumption, written
 from tests.fuzz.corpus import GOLDEN
 from tests.oracle.compare import differences
 
 DEFAULT = {"world_size": 2}  # what a user types who must resume on 2 GPUs
 FORMS = {
-    "full": {"to": Layout.FULL},
-    "sharded": {"to": Layout.SHARDED, "container": Container.DCP, "world_size": 2},
+    "full": {"to": "full"},
+    "sharded": {"to": "sharded", "container": "dcp", "world_size": 2},
     "ranks": {
-        "to": Layout.SHARDED,
-        "container": Container.TORCH,
+        "to": "sharded",
+        "container": "torch",
         "world_size": 2,
         "buffers": ("scale",),
         "mesh_device": "cpu",
@@ -66,7 +64,7 @@ def by_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(library: Callable[..., Library]) -> Library:
+def saved(library: LibraryOf) -> Library:
     return library("transformers")
 
 
@@ -144,15 +142,11 @@ def test_verify_says_which_of_them_resume(converted: dict[str, Job], saved: Libr
 
 
 @pytest.fixture(scope="module")
-def losses(
-    saved: Library, converted: dict[str, Job], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[list[str]]]:
+def losses(saved: Library, converted: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> Losses:
     return saved.losses(list(converted.values()), tmp_path_factory.mktemp("losses"))
 
 
-def test_accelerate_goes_on_from_every_form_as_from_pytorchs_own_resharding(
-    saved: Library, losses: dict[str, list[list[str]]]
-) -> None:
+def test_accelerate_goes_on_from_every_form_as_from_pytorchs_own_resharding(saved: Library, losses: Losses) -> None:
     for source, form in PATHS:
         assert inspect(saved.saved / f"accelerate-{source}").checkpoint.flavor == "accelerate"
         found, expected = losses[f"{source} to {form}"], losses[source[-1] + form[-1]]
@@ -161,7 +155,7 @@ def test_accelerate_goes_on_from_every_form_as_from_pytorchs_own_resharding(
 
 
 def test_the_trainer_resumes_from_every_form_as_from_pytorchs_own_resharding(
-    losses: dict[str, list[list[str]]],
+    losses: Losses,
 ) -> None:
     for source, form in TRAINER_PATHS:
         found, expected = losses[f"trainer: {source} to {form}"], losses[f"trainer: {source[-1]}{form[-1]}"]
@@ -173,7 +167,7 @@ def test_the_trainer_resumes_from_every_form_as_from_pytorchs_own_resharding(
 
 
 def test_the_trainer_resumes_at_its_step_from_a_checkpoint_of_accelerate(
-    saved: Library, converted: dict[str, Job], losses: dict[str, list[list[str]]]
+    saved: Library, converted: dict[str, Job], losses: Losses
 ) -> None:
     found, expected = (losses[f"trainer: {name}"] for name in ("by-accelerate", "by-itself"))
     for ours, theirs in zip(found, expected, strict=True):
@@ -186,7 +180,7 @@ def test_the_trainer_resumes_at_its_step_from_a_checkpoint_of_accelerate(
 
 
 def test_fsdp2_goes_on_from_deepspeed_as_deepspeed_itself(
-    by_deepspeed: Path, converted: dict[str, Job], losses: dict[str, list[list[str]]]
+    by_deepspeed: Path, converted: dict[str, Job], losses: Losses
 ) -> None:
     """On 2 ranks instead of 4: the same losses, random states and learning rates."""
     for source in DEEPSPEED:
@@ -223,7 +217,7 @@ def test_every_file_beside_a_checkpoint_of_the_trainer_arrives(saved: Library, c
     ],
 )
 def test_more_ranks_than_saved_share_the_random_states(source: str, name: str, saved: Library, tmp_path: Path) -> None:
-    written(saved.saved / source, tmp_path / "five", to=Layout.SHARDED, world_size=5)
+    written(saved.saved / source, tmp_path / "five", to="sharded", world_size=5)
     for rank in range(5):
         expected = (saved.saved / source / name.format(rank % 3)).read_bytes()
         assert (tmp_path / "five" / name.format(rank)).read_bytes() == expected
@@ -234,7 +228,7 @@ def test_more_ranks_than_saved_share_the_random_states(source: str, name: str, s
 def test_every_form_of_one_training_becomes_the_full_checkpoint_that_accelerate_saves(
     source: str, saved: Library, tmp_path: Path
 ) -> None:
-    written(saved.saved / f"accelerate-{source}", tmp_path / "full", to=Layout.FULL)
+    written(saved.saved / f"accelerate-{source}", tmp_path / "full", to="full")
     assert_full(tmp_path / "full", saved.saved / f"accelerate-full{source[-1]}")
 
 
@@ -250,9 +244,9 @@ def test_local_state_dicts_for_other_ranks_hold_the_same_training(saved: Library
         torch.load(tmp_path / "two" / "pytorch_model_fsdp_rank0.bin", weights_only=True)
     refused = resumption(tmp_path / "two", "accelerate")
     assert not refused.resumes and refused.command is not None and "--to sharded" in refused.command
-    written(tmp_path / "two", tmp_path / "sharded", to=Layout.SHARDED, world_size=2)
+    written(tmp_path / "two", tmp_path / "sharded", to="sharded", world_size=2)
     assert resumption(tmp_path / "sharded", "accelerate").resumes
-    written(tmp_path / "two", tmp_path / "full", to=Layout.FULL)
+    written(tmp_path / "two", tmp_path / "full", to="full")
     assert_full(tmp_path / "full", saved.saved / "accelerate-full1")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import fsdpckpt
-from tests.e2e.flavors.conftest import Library
+from tests.e2e.flavors.conftest import LibraryOf
 
 # Another layout, fewer ranks, more ranks, and the form of another framework.
 TARGETS = ({"to": "full"}, {"to": "sharded", "world_size": 2}, {"to": "sharded", "world_size": 5}, {})
@@ -23,9 +22,7 @@ WITHOUT_UNITS = ("verl1", "verl1h")
 
 
 @pytest.mark.parametrize("producer", sorted(FOREIGN))
-def test_nothing_differs_right_after_a_conversion(
-    producer: str, library: Callable[..., Library], tmp_path: Path
-) -> None:
+def test_nothing_differs_right_after_a_conversion(producer: str, library: LibraryOf, tmp_path: Path) -> None:
     saved = library(producer).saved
     sources = sorted(path for path in saved.iterdir() if path.name not in WITHOUT_UNITS and path.suffix != ".json")
     assert len(sources) > 1

@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 
 import fsdpckpt
 from tests.cli.conftest import Run, run
-from tests.e2e.flavors.conftest import Library
+from tests.e2e.flavors.conftest import LibraryOf
 from tests.oracle.compare import identical
 
 __all__ = ["run"]
@@ -50,7 +49,7 @@ def put(source: Path, place: Path, where: str) -> None:
 )
 def test_a_job_of_the_framework_is_resumed_on_6_ranks_by_the_readmes_commands(
     library_name: str, saved: str, name: str, framework: str, more: tuple[str, ...],
-    library: Callable[[str], Library], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    library: LibraryOf, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     directory = library(library_name).saved
     (source,) = [directory / saved] if "STEP" not in saved else directory.glob(saved.replace("STEP", "checkpoint-*"))
@@ -105,7 +104,7 @@ def test_the_weights_of_a_colleagues_deepspeed_folder_go_to_hugging_face(
 
 
 def test_the_weights_of_a_colleagues_folder_go_to_hugging_face(
-    library: Callable[[str], Library], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: LibraryOf, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank's optimizer was not copied: what can be read is shown, and the model is taken alone."""
     actor = library("verl").saved / "verl1" / "global_step_3" / "actor"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -18,20 +17,16 @@ from fsdpckpt.errors import SourceUnsupportedError
 from tests.e2e.flavors.conftest import written
 from tests.oracle.compare import identical, require_identical
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="transformers is not installed: pip install -e .[dev]"
-)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[dev]")
 SIZE = 3000  # bytes of a shard
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     """A small Llama with tied words and random weights, as the Trainer leaves it: each name with its own bytes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(11)
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, tie_word_embeddings=True,
         )
@@ -57,8 +52,6 @@ def contents(directory: Path) -> tuple[list[dict[str, str]], dict[str, Tensor]]:
 
 
 def test_the_export_has_what_transformers_writes_and_loads(trained: tuple[nn.Module, Path], tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
     model, run = trained
     target, theirs = tmp_path / "ours", tmp_path / "theirs"
     report = written(run, target, flavor="huggingface", max_shard_size=SIZE)
@@ -74,7 +67,7 @@ def test_the_export_has_what_transformers_writes_and_loads(trained: tuple[nn.Mod
     assert any(note.kind == "tied" and note.key == "lm_head.weight" for note in report.notes)
     assert (target / "tokenizer.json").is_file() and not (target / "trainer_state.json").exists()
 
-    loaded = LlamaForCausalLM.from_pretrained(target)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(target)
     tokens = torch.arange(9).reshape(1, 9)
     model.eval()
     assert identical(loaded(tokens).logits, model(tokens).logits)
@@ -83,54 +76,47 @@ def test_the_export_has_what_transformers_writes_and_loads(trained: tuple[nn.Mod
 def test_a_reference_makes_a_bare_checkpoint_one_that_transformers_loads(
     trained: tuple[nn.Module, Path], tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
     model, run = trained
     bare, base = tmp_path / "checkpoint-7", tmp_path / "base"
     shutil.copytree(run / "checkpoint-7" / "pytorch_model_fsdp_0", bare / "pytorch_model_fsdp_0")
     report = written(bare, tmp_path / "alone", flavor="huggingface")
     assert any("--reference" in note.message for note in report.notes if note.kind == "unconfigured")
     with pytest.raises((OSError, ValueError), match=r"config\.json|model_type"):  # as the note says
-        AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
-    LlamaForCausalLM(model.config).save_pretrained(base)  # another model's weights, of the same names and shapes
-    written(bare, tmp_path / "out", flavor="huggingface", reference=str(base))
-    loaded, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9).reshape(1, 9)
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+    transformers.LlamaForCausalLM(model.config).save_pretrained(
+        base
+    )  # another model's weights, of the same names and shapes
+    written(bare, tmp_path / "out", flavor="huggingface", reference=base)
+    loaded, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(9).reshape(1, 9)
     model.eval()
     assert identical(loaded(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("field", "other", "right"),
-    [
-        ("vocab_size", 33, 31),
-        ("hidden_size", 24, 12),
-        ("intermediate_size", 21, 20),
-        ("num_hidden_layers", 1, 2),
-        ("num_hidden_layers", 3, 2),
-        ("tie_word_embeddings", False, True),
-    ],
-)
+@pytest.mark.parametrize("tied", [True, False])
 def test_the_configuration_of_another_model_is_refused_by_its_field(
-    field: str, other: int, right: int, trained: tuple[nn.Module, Path], tmp_path: Path
+    tied: bool, trained: tuple[nn.Module, Path], tmp_path: Path
 ) -> None:
-    import transformers
-
+    """``tied`` False: one name for both words, as some saves have it."""
     model, run = trained
-    source, base = run / "checkpoint-7", tmp_path / "base"
-    if field == "tie_word_embeddings":  # one name for both, as some saves have it
+    source, base, config = run / "checkpoint-7", tmp_path / "base", run / "checkpoint-7" / "config.json"
+    fields = (("vocab_size", 33, 31), ("hidden_size", 24, 12), ("intermediate_size", 21, 20))
+    fields = (*fields, ("num_hidden_layers", 1, 2), ("num_hidden_layers", 3, 2))
+    if not tied:
+        fields = (("tie_word_embeddings", False, True),)
         own = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
         torch.save(own, source := tmp_path / "one.pt")
-    written(source, tmp_path / "right", flavor="huggingface", reference=str(run / "checkpoint-7"))
+    written(source, tmp_path / "right", flavor="huggingface", reference=config.parent)
     assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "right")
     base.mkdir()
-    config = json.loads((run / "checkpoint-7" / "config.json").read_text())
-    assert config[field] is right or config[field] == right
-    (base / "config.json").write_text(json.dumps({**config, field: other, "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(SourceUnsupportedError) as error:
-        written(source, tmp_path / "out", flavor="huggingface", reference=str(base))
-    (detail,) = error.value.details
-    assert detail.startswith(f"{field}: expected {str(right).lower()}") and detail.endswith(f"{str(other).lower()}")
-    assert str(base / "config.json") in error.value.what and not (tmp_path / "out").exists()
+    content = json.loads(config.read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    for field, other, right in fields:
+        assert content[field] == right
+        (base / "config.json").write_text(json.dumps(content | {field: other}))
+        with pytest.raises(SourceUnsupportedError) as error:
+            written(source, tmp_path / "out", flavor="huggingface", reference=base)
+        (detail,) = error.value.details
+        assert detail.startswith(f"{field}: expected {str(right).lower()}") and detail.endswith(f"{str(other).lower()}")
+        assert str(base / "config.json") in error.value.what and not (tmp_path / "out").exists()
 
 
 def test_a_reference_that_ties_what_was_trained_apart_is_refused(
@@ -141,7 +127,7 @@ def test_a_reference_that_ties_what_was_trained_apart_is_refused(
     own["lm_head.weight"][3, 4] += 1
     torch.save(own, tmp_path / "model.pt")
     with pytest.raises(SourceUnsupportedError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight") as error:
-        written(tmp_path / "model.pt", tmp_path / "out", flavor="huggingface", reference=str(run / "checkpoint-7"))
+        written(tmp_path / "model.pt", tmp_path / "out", flavor="huggingface", reference=run / "checkpoint-7")
     assert (error.value.expected, error.value.found) == ("tie_word_embeddings: false", "true")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fsdpckpt.api import inspect, verify
 from fsdpckpt.ir.account import Fate
-from tests.e2e.flavors.conftest import LIMIT, LOADED_BY, SAVED_BY, Job, Library, resumption, written
+from tests.e2e.flavors.conftest import LIMIT, LOADED_BY, SAVED_BY, Job, Library, Losses, resumption, written
 from tests.e2e.flavors.with_layouts import FRAMEWORKS, PLACES
 from tests.oracle.launch import torchrun
 from tests.oracle.session import Oracle, void
@@ -47,9 +47,7 @@ def layouts(oracle: Oracle) -> Library:
 
 
 @pytest.fixture(scope="module")
-def loaded(
-    layouts: Library, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, list[list[str]]], dict[str, str]]:
+def loaded(layouts: Library, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Losses, dict[str, str]]:
     """Every conversion, what the ranks say that loaded them, and what was said of those to another framework."""
     scratch = tmp_path_factory.mktemp("layouts")
     jobs, said = [Job("reference", "veomni", layouts.saved / "veomni" / PLACES["veomni"])], {}
@@ -71,9 +69,7 @@ def loaded(
 
 
 @pytest.mark.parametrize("name", [*FRAMEWORKS, "to-safetensors"])
-def test_each_framework_goes_on_as_from_its_own_files(
-    loaded: tuple[Path, dict[str, list[list[str]]], dict[str, str]], name: str
-) -> None:
+def test_each_framework_goes_on_as_from_its_own_files(loaded: tuple[Path, Losses, dict[str, str]], name: str) -> None:
     _, losses, _ = loaded
     assert losses["reference"][0][-1] == "4", losses["reference"]
     assert losses[name] == losses["reference"]
@@ -81,7 +77,7 @@ def test_each_framework_goes_on_as_from_its_own_files(
 
 @pytest.mark.parametrize("name", MOVED)
 def test_it_goes_on_from_another_framework_or_says_what_it_lacks(
-    loaded: tuple[Path, dict[str, list[list[str]]], dict[str, str]], name: str
+    loaded: tuple[Path, Losses, dict[str, str]], name: str
 ) -> None:
     _, losses, said = loaded
     lacking = MOVED[name][1]
@@ -114,7 +110,7 @@ def test_it_is_recognised_by_name_and_every_file_is_accounted_for(layouts: Libra
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_verify_says_that_it_resumes_and_what_is_missing_if_its_own_files_are_gone(
-    loaded: tuple[Path, dict[str, list[list[str]]], dict[str, str]], name: str
+    loaded: tuple[Path, Losses, dict[str, str]], name: str
 ) -> None:
     assert not resumption(loaded[0] / name, flavor_of(name)).missing
 

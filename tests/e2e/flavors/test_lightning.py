@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fsdpckpt.api import inspect
-from fsdpckpt.ir.checkpoint import Layout
-from tests.e2e.flavors.conftest import Job, Library, resumption, written
+from tests.e2e.flavors.conftest import Job, Library, LibraryOf, resumption, written
 
-SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
+SHARDED: dict[str, object] = {"to": "sharded", "world_size": 2}
 # What was saved, what Lightning loads, and the conversion between them.
 PATHS = (
     ("fabric-full", "fabric-sharded", {"flavor": "fabric", **SHARDED}),
@@ -25,7 +23,7 @@ PATHS = (
 
 
 @pytest.fixture(scope="module")
-def lightning(library: Callable[..., Library]) -> Library:
+def lightning(library: LibraryOf) -> Library:
     return library("lightning")
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.flavors.conftest import Job, Library, resumption, written
+from tests.e2e.flavors.conftest import Job, Library, LibraryOf, Losses, resumption, written
 
 # What was saved, and the conversions after which it is loaded: to its own ranks, and to others, which it reshards from.
 SAVED: dict[str, dict[str, object]] = {"torch": {}, "safetensors": {}, "replicas": {"mesh": ("2",)}}
 
 
 @pytest.fixture(scope="module")
-def library_of_items(library: Callable[..., Library]) -> Library:
+def library_of_items(library: LibraryOf) -> Library:
     return library("torch_checkpointing")
 
 
 @pytest.fixture(scope="module")
-def loaded(library_of_items: Library, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+def loaded(library_of_items: Library, tmp_path_factory: pytest.TempPathFactory) -> Losses:
     scratch = tmp_path_factory.mktemp("torch_checkpointing")
     jobs = []
     for form, options in SAVED.items():
@@ -35,14 +34,14 @@ def loaded(library_of_items: Library, tmp_path_factory: pytest.TempPathFactory) 
     return library_of_items.losses(jobs, scratch)
 
 
-def test_every_value_is_the_one_that_was_saved(library_of_items: Library, loaded: dict[str, list[list[str]]]) -> None:
+def test_every_value_is_the_one_that_was_saved(library_of_items: Library, loaded: Losses) -> None:
     for id_, ranks in loaded.items():
         form = "torch" if id_ == "from-dcp" else id_.partition("-")[0]
         truth = (library_of_items.saved / f"{form}.digests").read_text().splitlines()
         assert [said[: len(truth)] for said in ranks] == [truth, truth], id_
 
 
-def test_each_rank_has_its_own_items(loaded: dict[str, list[list[str]]]) -> None:
+def test_each_rank_has_its_own_items(loaded: Losses) -> None:
     for id_, ranks in loaded.items():
         others = "3 [0]" if id_ == "from-dcp" else "3 [1]"  # DCP keeps what rank 0 has
         assert [said[-1] for said in ranks] == ["3 [0]", others], id_

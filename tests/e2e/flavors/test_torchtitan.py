@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,23 +10,20 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from fsdpckpt.api import inspect
-from fsdpckpt.ir.checkpoint import Layout
-from tests.e2e.flavors.conftest import Job, Library, resumption, written
+from tests.e2e.flavors.conftest import Job, Library, LibraryOf, Loaded, resumption, written
 from tests.e2e.flavors.truth import of_reference
 from tests.oracle.compare import identical
 
-SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
+SHARDED: dict[str, object] = {"to": "sharded", "world_size": 2}
 
 
 @pytest.fixture(scope="module")
-def torchtitan(library: Callable[..., Library]) -> Library:
+def torchtitan(library: LibraryOf) -> Library:
     return library("torchtitan")
 
 
 @pytest.fixture(scope="module")
-def loaded(
-    torchtitan: Library, library: Callable[..., Library], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, list[list[str]]]]:
+def loaded(torchtitan: Library, library: LibraryOf, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Every conversion, and what torchtitan's ranks say of them."""
     scratch = tmp_path_factory.mktemp("torchtitan")
     new, old = torchtitan.saved / "torchtitan", torchtitan.saved / "torchtitan-old"
@@ -51,17 +47,13 @@ def loaded(
 
 
 @pytest.mark.parametrize("name", ["new", "from-old", "old", "old-kept"])
-def test_torchtitan_goes_on_as_from_its_own_resharding(
-    loaded: tuple[Path, dict[str, list[list[str]]]], name: str
-) -> None:
+def test_torchtitan_goes_on_as_from_its_own_resharding(loaded: Loaded, name: str) -> None:
     _, losses = loaded
     assert "'step': 3" in losses["reference"][0][-1]
     assert losses[name] == losses["reference"]
 
 
-def test_verify_says_which_generation_of_torchtitan_resumes(
-    loaded: tuple[Path, dict[str, list[list[str]]]], torchtitan: Library
-) -> None:
+def test_verify_says_which_generation_of_torchtitan_resumes(loaded: Loaded, torchtitan: Library) -> None:
     for name, flavor in (("new", "torchtitan"), ("old", "torchtitan-old")):
         path = loaded[0] / name / "step-3"
         other = {"torchtitan": "torchtitan-old", "torchtitan-old": "torchtitan"}[flavor]
@@ -71,15 +63,13 @@ def test_verify_says_which_generation_of_torchtitan_resumes(
 
 
 @pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed: scripts/env installs it")
-def test_torchtitan_goes_on_from_verls_mesh_of_replicas(loaded: tuple[Path, dict[str, list[list[str]]]]) -> None:
+def test_torchtitan_goes_on_from_verls_mesh_of_replicas(loaded: Loaded) -> None:
     _, losses = loaded
     assert [rank[:2] for rank in losses["from-verl"]] == losses["reference verl"]
     assert "'step': 0" in losses["from-verl"][0][-1], "verl has no trainer's state for it"
 
 
-def test_torchtitan_keeps_the_readers_of_all_ranks(
-    loaded: tuple[Path, dict[str, list[list[str]]]], torchtitan: Library
-) -> None:
+def test_torchtitan_keeps_the_readers_of_all_ranks(loaded: Loaded, torchtitan: Library) -> None:
     found, source = (
         FileSystemReader(path / "step-3").read_metadata().state_dict_metadata
         for path in (loaded[0] / "new", torchtitan.saved / "torchtitan")
@@ -91,7 +81,7 @@ def test_torchtitan_keeps_the_readers_of_all_ranks(
 def test_one_file_of_torchtitans_checkpoint_is_what_pytorch_reads_of_it(torchtitan: Library, tmp_path: Path) -> None:
     source = torchtitan.saved / "torchtitan"
     assert inspect(source).checkpoint.flavor == "torchtitan"
-    written(source, tmp_path / "full.pt", to=Layout.FULL)
+    written(source, tmp_path / "full.pt", to="full")
     found = torch.load(tmp_path / "full.pt")
     content = of_reference(source / "step-3", tmp_path / "truth.pt")
     optimizer = content.pop("optimizer")
@@ -104,11 +94,7 @@ def test_one_file_of_torchtitans_checkpoint_is_what_pytorch_reads_of_it(torchtit
     assert all(identical(found["model"][key], content[key]) for key in content)
     for name, state in found["optimizer"]["state"].items():
         for key, value in state.items():
-            assert identical(value, at(optimizer, f"state.{name}.{key}"))
+            assert identical(value, optimizer[f"state.{name}.{key}"])
     for group in found["optimizer"]["param_groups"]:
         for name in group["params"]:
-            assert group["lr"] == at(optimizer, f"param_groups.{name}.lr")
-
-
-def at(tree: dict[str, object], path: str) -> object:
-    return tree[path]
+            assert group["lr"] == optimizer[f"param_groups.{name}.lr"]

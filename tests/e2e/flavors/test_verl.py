@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,13 @@ from safetensors.torch import load_file
 
 from fsdpckpt.api import inspect
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import Layout
-from tests.e2e.flavors.conftest import Job, Library, resumption, written
+from tests.e2e.flavors.conftest import Job, Library, LibraryOf, Loaded, resumption, written
 from tests.e2e.flavors.truth import differences, of_reference
 from tests.oracle.compare import identical
 
 UNITS: dict[str, object] = {"unit": ("model.layers.*",)}
-SHARDED: dict[str, object] = {"to": Layout.SHARDED, "world_size": 2}
-FLATTENED: dict[str, object] = {"to": Layout.FLATTENED, "world_size": 2, **UNITS}
+SHARDED: dict[str, object] = {"to": "sharded", "world_size": 2}
+FLATTENED: dict[str, object] = {"to": "flattened", "world_size": 2, **UNITS}
 VERL: dict[str, object] = {"mesh_device": "cpu"}
 # What was saved, what is loaded (1 and 2 are FSDP1 and FSDP2, h a mesh of replicas), and the conversion between them.
 PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
@@ -29,24 +27,24 @@ PATHS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("1", "2", {**SHARDED, **UNITS}),
     ("2", "1", {**FLATTENED, "use_orig_params": False}),
     ("1h", "2", {**SHARDED, **UNITS, "mesh": ("fsdp=2",)}),
-    ("1h", "1", {"to": Layout.FLATTENED, **UNITS, "mesh": ("fsdp=2",)}),
+    ("1h", "1", {"to": "flattened", **UNITS, "mesh": ("fsdp=2",)}),
     ("2h", "2", {**SHARDED, "mesh": ("fsdp=2",)}),
 )
 REPLICAS: dict[str, object] = {"mesh": ("ddp=2,fsdp=2",)}
 ON_REPLICAS: tuple[tuple[str, str, dict[str, object]], ...] = (
-    ("2", "2h", {"to": Layout.SHARDED, **REPLICAS}),
-    ("1", "1h", {"to": Layout.FLATTENED, **REPLICAS, **UNITS}),
-    ("1h", "2h", {"to": Layout.SHARDED, "world_size": 4, **UNITS}),
+    ("2", "2h", {"to": "sharded", **REPLICAS}),
+    ("1", "1h", {"to": "flattened", **REPLICAS, **UNITS}),
+    ("1h", "2h", {"to": "sharded", "world_size": 4, **UNITS}),
 )
 
 
 @pytest.fixture(scope="module")
-def verl(library: Callable[..., Library]) -> Library:
+def verl(library: LibraryOf) -> Library:
     return library("verl")
 
 
 @pytest.fixture(scope="module")
-def loaded(verl: Library, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[str]]]]:
+def loaded(verl: Library, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Every conversion, and what verl's ranks say of them; two of them merged by verl as well."""
     scratch = tmp_path_factory.mktemp("verl")
     jobs = []
@@ -70,27 +68,23 @@ def loaded(verl: Library, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return scratch, verl.losses(jobs, scratch)
 
 
-def test_verl_goes_on_from_every_form_as_from_pytorchs_own_resharding(
-    loaded: tuple[Path, dict[str, list[list[str]]]],
+def test_verl_goes_on_from_every_form_as_from_pytorchs_own_resharding_and_verify_says_so(
+    loaded: Loaded, verl: Library
 ) -> None:
-    _, losses = loaded
+    scratch, losses = loaded
     for saved, goes_on, _ in PATHS:
         expected = losses[f"reference {saved}-{goes_on}"]
         assert [len(rank) for rank in expected] == [4, 4]
         assert [rank[:4] for rank in losses[f"{saved}-{goes_on}"]] == expected, (saved, goes_on)
         drawn = [rank[4:] for rank in losses[f"{saved}-{goes_on}"]]
         assert len(drawn[0]) == 3 and drawn[0] != drawn[1], "each rank has random states of its own"
-
-
-def test_verify_says_which_of_them_verl_resumes_from(
-    loaded: tuple[Path, dict[str, list[list[str]]]], verl: Library
-) -> None:
-    scratch, _ = loaded
-    for saved, goes_on, _ in PATHS:
         assert resumption(scratch / f"{saved}-{goes_on}", "verl").resumes, (saved, goes_on)
     said = resumption(verl.saved / "verl2", "verl", ranks=6)
     assert said.command is not None and "--world-size 6" in said.command
     assert [reason for reason in said.missing if "load only on the 4 ranks" in reason] == list(said.missing)
+    # A file that has neither a schedule nor random states.
+    assert [rank[:2] for rank in losses["bare"]] == [rank[:2] for rank in losses["reference 2-2"]]
+    assert [rank[3] for rank in losses["bare"]] == ["2", "2"], "the schedule began anew, two steps ago"
 
 
 def test_verl_goes_on_with_replicas(verl: Library, tmp_path: Path) -> None:
@@ -121,36 +115,25 @@ def test_verl_goes_on_with_replicas(verl: Library, tmp_path: Path) -> None:
 def test_the_groups_of_flat_parameters_are_the_rows_of_the_mesh_of_the_weights(
     verl: Library, tmp_path: Path, saved: str, options: dict[str, object], mesh: str, group: int | None
 ) -> None:
-    written(verl.saved / f"verl{saved}", tmp_path / "out", to=Layout.FLATTENED, **VERL, **UNITS, **options)
+    written(verl.saved / f"verl{saved}", tmp_path / "out", to="flattened", **VERL, **UNITS, **options)
     found = inspect(tmp_path / "out").checkpoint
     assert {str(leaf.sharding.mesh) for leaf in found.leaves() if leaf.sharding is not None} == {mesh}
     units = json.loads((tmp_path / "out" / "fsdpckpt.json").read_text())["units"]
     assert units.get("shard_size") == group
 
 
-def test_verl_goes_on_from_a_file_that_has_neither_schedule_nor_random_states(
-    loaded: tuple[Path, dict[str, list[list[str]]]],
-) -> None:
-    _, losses = loaded
-    assert [rank[:2] for rank in losses["bare"]] == [rank[:2] for rank in losses["reference 2-2"]]
-    assert [rank[3] for rank in losses["bare"]] == ["2", "2"], "the schedule began anew, two steps ago"
-
-
 @pytest.mark.parametrize("name", ["2-2", "1-1", "source2", "source1", "source2h"])
 def test_verls_merger_makes_the_same_of_our_files_as_we_of_verls(
-    loaded: tuple[Path, dict[str, list[list[str]]]], verl: Library, tmp_path: Path, name: str
+    loaded: Loaded, verl: Library, tmp_path: Path, name: str
 ) -> None:
     assert loaded[1][f"merged {name}"] == [[], []]
     kind = name.removeprefix("source").partition("-")[0]
     source = verl.saved / f"verl{kind}"
     written(source, tmp_path / "hf", flavor="huggingface", dtype="bfloat16")
-    ours, theirs = (load_file(directory / "model.safetensors") for directory in (tmp_path / "hf", merged(loaded, name)))
+    theirs = load_file(loaded[0] / f"{name}-merged" / "model.safetensors")
+    ours = load_file(tmp_path / "hf" / "model.safetensors")
     assert ours.keys() == theirs.keys() and len(ours) == 21
     assert all(ours[key].dtype == torch.bfloat16 and identical(ours[key], theirs[key]) for key in ours)
-
-
-def merged(loaded: tuple[Path, dict[str, list[list[str]]]], name: str) -> Path:
-    return loaded[0] / f"{name}-merged"
 
 
 @pytest.mark.parametrize("kind", ["1", "2", "1h", "2h"])
@@ -160,16 +143,14 @@ def test_one_file_of_verls_checkpoint_is_what_pytorch_says_of_the_training(
     source = verl.saved / f"verl{kind}"
     assert inspect(source).checkpoint.flavor == "verl"
     units = UNITS if kind.startswith("1") else {}
-    written(source, tmp_path / "full.pt", to=Layout.FULL, key_type="name", **units)
+    written(source, tmp_path / "full.pt", to="full", key_type="name", **units)
     found = torch.load(tmp_path / "full.pt")
     expected = of_reference(verl.saved / f"reference{kind}" / "step-3", tmp_path / "truth.pt")
     assert len(found["model"]) == 21 and len(found["optimizer"]["state"]) == 21
     assert differences(found, expected) == []
 
 
-def test_verls_configuration_and_tokenizer_arrive(
-    loaded: tuple[Path, dict[str, list[list[str]]]], verl: Library
-) -> None:
+def test_verls_configuration_and_tokenizer_arrive(loaded: Loaded, verl: Library) -> None:
     for name, version in (("2-2", 2), ("1-1", 1)):
         target = loaded[0] / name
         assert json.loads((target / "fsdp_config.json").read_text()) == {"FSDP_version": version, "world_size": 2}

@@ -22,17 +22,10 @@ def of_reference(directory: Path, scratch: Path) -> dict[str, Any]:
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """What differs in model and optimizer between two checkpoints keyed by name, whatever their groups are."""
-    return compare.differences(leaves(found), leaves(expected))
+    return compare.differences(_by_parameter(found), _by_parameter(expected))
 
 
-def leaves(content: dict[str, Any]) -> dict[str, Any]:
+def _by_parameter(content: dict[str, Any]) -> list[dict[str, Any]]:
     optimizer = content["optimizer"]
-    states = {f"{name} {key}": value for name, state in optimizer["state"].items() for key, value in state.items()}
-    settings = {
-        f"{name} setting {key}": value
-        for group in optimizer["param_groups"]
-        for name in group["params"]
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-    return {**content["model"], **states, **settings}
+    groups = [{**group, "param_names": None} for group in optimizer["param_groups"]]
+    return [content["model"], compare.settings_by_parameter({**optimizer, "param_groups": groups})]

@@ -8,7 +8,6 @@ losses to DIRECTORY/losses.json.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,14 +15,13 @@ from typing import Any
 from unittest import mock
 
 import accelerate.accelerator
-import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
+from tests.e2e.flavors import jobs
 from tests.e2e.flavors.small import filled, loss_of
 
 FORMS = ("full1", "sharded1", "local1", "full2", "sharded2", "ranks2")
@@ -80,12 +78,7 @@ def files_by_rank(form: str) -> Iterator[None]:
 
 def step(accelerator: Accelerator, model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> str:
     """One training step; the loss before it, exactly."""
-    loss = loss_of(model, number)
-    optimizer.zero_grad()
-    accelerator.backward(loss)
-    optimizer.step()
-    scheduler.step()
-    return loss.item().hex()
+    return jobs.step(loss_of(model, number), optimizer, scheduler, backward=accelerator.backward)
 
 
 def save(directory: str) -> None:
@@ -93,10 +86,7 @@ def save(directory: str) -> None:
         accelerator, *training = prepared(form, seed=3)
         for number in range(3):
             step(accelerator, *training, number)
-        rank = dist.get_rank()
-        torch.manual_seed(70 + rank)
-        random.seed(7 + rank)
-        np.random.seed(17 + rank)
+        jobs.seed_by_rank()
         path = os.path.join(directory, f"accelerate-{form}")
         with files_by_rank(form):
             accelerator.save_state(path)
@@ -108,5 +98,5 @@ def losses(form: str, path: str) -> list[str]:
     step(accelerator, *training, 50)  # a DCP template has only those states that an optimizer has
     with files_by_rank(form):
         accelerator.load_state(path)
-    drawn = [torch.rand(()).item().hex(), random.random().hex(), float(np.random.rand()).hex()]
+    drawn = jobs.drawn()
     return [*(step(accelerator, *training, number) for number in (60, 61)), *drawn]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,11 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.e2e.flavors import small
-from tests.e2e.flavors.jobs import work
-from tests.oracle.process import quiet_worker
+from tests.e2e.flavors.jobs import step, work
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 STEPS = 3
@@ -51,27 +48,17 @@ class Training:
     """A sharded model, its optimizer with two groups, its schedule, and what the trainers count."""
 
     def __init__(self, seed: int) -> None:
-        self.model = small.filled(seed)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        named = dict(self.model.named_parameters())
-        decayed = [value for name, value in named.items() if not name.endswith("bias")]
-        others = [value for name, value in named.items() if name.endswith("bias")]
-        groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+        self.model = small.sharded(seed, mesh)
+        biases, others = small.biases_and_others(self.model)
+        groups = [{"params": others, "weight_decay": 0.3}, {"params": biases, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.85, 0.97), foreach=False)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.75**step)
         self.progress = Progress()
 
     def step(self, number: int) -> str:
-        loss = small.loss_of(self.model, number)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
         self.progress.step += 1
-        return loss.item().hex()
+        return step(small.loss_of(self.model, number), self.optimizer, self.scheduler)
 
 
 class VeOmni:
@@ -487,12 +474,5 @@ def losses(form: str, path: str) -> list[str]:
     return [training.step(60), training.step(61), rate, step]
 
 
-def main() -> None:
-    quiet_worker(limit=270)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.manual_seed(0)
-    work(save, losses)
-
-
 if __name__ == "__main__":
-    main()
+    work(save, losses)

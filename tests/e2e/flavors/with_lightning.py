@@ -17,10 +17,9 @@ from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
-from tests.e2e.flavors.jobs import work
+from tests.e2e.flavors.jobs import step, work
 from tests.e2e.flavors.offloading import on_cpus, without_offloading
 from tests.e2e.flavors.small import Block, filled, loss_of
-from tests.oracle.process import quiet_worker
 
 FORMS = ("fabric-sharded", "fabric-full", "trainer-sharded", "trainer-full", "parallel-sharded")
 
@@ -94,11 +93,7 @@ def fabric_prepared(form: str, seed: int) -> tuple[lightning.Fabric, Any, Any]:
 
 
 def fabric_step(fabric: lightning.Fabric, model: Any, optimizer: Any, number: int) -> str:
-    loss = loss_of(model, number)
-    optimizer.zero_grad()
-    fabric.backward(loss)
-    optimizer.step()
-    return loss.item().hex()
+    return step(loss_of(model, number), optimizer, backward=fabric.backward)
 
 
 def save(directory: str) -> None:
@@ -131,15 +126,9 @@ def losses(form: str, path: str) -> list[str]:
     ]
 
 
-def main() -> None:
-    quiet_worker(limit=270)
+if __name__ == "__main__":
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     without_offloading()
     on_cpus()
-    dist.init_process_group("gloo")
     work(save, losses)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,18 +8,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.e2e.flavors import small
 from tests.e2e.flavors.jobs import work
-from tests.oracle.process import quiet_worker
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -50,12 +47,8 @@ class Training:
     def __init__(self, seed: int, shape: tuple[int, ...]) -> None:
         names = ("replicate", "shard") if len(shape) > 1 else None
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        self.model = small.filled(seed)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        biases = [param for name, param in self.model.named_parameters() if name.endswith("bias")]
-        others = [param for name, param in self.model.named_parameters() if not name.endswith("bias")]
+        self.model = small.sharded(seed, mesh)
+        biases, others = small.biases_and_others(self.model)
         self.optimizer = torch.optim.AdamW([{"params": others}, {"params": biases, "weight_decay": 0.0}], lr=0.02)
 
     def step(self, number: int) -> None:
@@ -119,11 +112,5 @@ def load(form: str, path: str) -> list[str]:
     return [*training.digests(), f"{loaded['step']} {loaded['rank_of']}"]
 
 
-def main() -> None:
-    quiet_worker(limit=270)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    work(save, load)
-
-
 if __name__ == "__main__":
-    main()
+    work(save, load)

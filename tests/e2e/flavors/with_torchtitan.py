@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -20,9 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
 
 from tests.e2e.flavors import small
-from tests.e2e.flavors.jobs import work
+from tests.e2e.flavors.jobs import step, work
 from tests.e2e.flavors.standing_in import stand_in_for
-from tests.oracle.process import quiet_worker
 
 stand_in_for("tyro", "spmd_types")
 
@@ -82,14 +80,9 @@ class Training:
         self.read = iter(self.data)
 
     def step(self, number: int) -> str:
-        loss = self.loss_of(self.model, number)
-        self.optimizers.zero_grad()
-        loss.backward()
-        self.optimizers.step()
-        self.schedules.step()
         self.progress.step += 1
         self.progress.ntokens_seen += 41 * int(next(self.read) + 1)
-        return loss.item().hex()
+        return step(self.loss_of(self.model, number), self.optimizers, self.schedules)
 
     def manager(self, folder: str, *exclude: str) -> CheckpointManager:
         config = CheckpointManager.Config(
@@ -141,14 +134,7 @@ def reference(path: str) -> list[str]:
     weights, states = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    found = []
-    for number in (60, 61):
-        loss = causal.loss_of(model, number)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item().hex())
-    return found
+    return [step(causal.loss_of(model, number), optimizer) for number in (60, 61)]
 
 
 def losses(form: str, path: str) -> list[str]:
@@ -175,12 +161,5 @@ def losses(form: str, path: str) -> list[str]:
     return [training.step(60), training.step(61), *rates, known]
 
 
-def main() -> None:
-    quiet_worker(limit=270)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    torch.manual_seed(0)
-    work(save, losses)
-
-
 if __name__ == "__main__":
-    main()
+    work(save, losses)

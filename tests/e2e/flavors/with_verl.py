@@ -8,11 +8,8 @@ PyTorch itself reshards.
 from __future__ import annotations
 
 import os
-import random
-from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,9 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from transformers import PreTrainedTokenizerFast
 
 from tests.e2e.flavors.causal import WORDS, filled, loss_of
-from tests.e2e.flavors.jobs import work
+from tests.e2e.flavors.jobs import drawn, seed_by_rank, step, work
 from tests.e2e.flavors.standing_in import stand_in_for, without_running
-from tests.oracle.process import quiet_worker
 
 without_running("verl", "verl.utils.checkpoint")  # they import every engine that verl knows, and Ray
 stand_in_for("omegaconf", "peft", "tensordict")
@@ -60,12 +56,7 @@ class Training:
         self.manager = FSDPCheckpointManager(self.model, self.optimizer, self.scheduler, processing_class=tokenizer())
 
     def step(self, number: int) -> str:
-        loss = loss_of(self.model, number)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
-        return loss.item().hex()
+        return step(loss_of(self.model, number), self.optimizer, self.scheduler)
 
     def content(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -87,14 +78,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(directory: str) -> None:
-    rank = dist.get_rank()
     for kind in KINDS:
         training = Training(kind, seed=3)
         for number in range(3):
             training.step(number)
-        torch.manual_seed(70 + rank)
-        random.seed(7 + rank)
-        np.random.seed(17 + rank)
+        seed_by_rank()
         path = os.path.join(directory, f"verl{kind}", "global_step_3", "actor")
         training.manager.save_checkpoint(path, global_step=3)
         dcp.save(training.content(), checkpoint_id=os.path.join(directory, f"reference{kind}", "step-3"))
@@ -113,7 +101,6 @@ def merged(path: str) -> None:
 def losses(form: str, path: str) -> list[str]:
     """Load ``path`` over other weights; the losses of the next two steps, the rate and place of the schedule, and
     for verl random numbers. ``merged``: verl's merger reads it instead, and nothing is said.
-
     """
     if form == "merged":
         if dist.get_rank() == 0:
@@ -121,21 +108,15 @@ def losses(form: str, path: str) -> list[str]:
         return []
     name, kind = form.rstrip("12h"), form[len(form.rstrip("12h")) :]
     training = Training(kind, seed=99)
-    drawn = []
+    random_numbers: list[str] = []
     if name == "verl":
         training.manager.load_checkpoint(path)
-        drawn = [torch.rand(()).item().hex(), random.random().hex(), float(np.random.rand()).hex()]
+        random_numbers = drawn()
     else:
         training.load_reference(path)
     rate = training.optimizer.param_groups[0]["lr"].hex()
-    return [training.step(60), training.step(61), rate, str(training.scheduler.last_epoch), *drawn]
-
-
-def main() -> None:
-    quiet_worker(limit=270)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    work(save, losses)
+    return [training.step(60), training.step(61), rate, str(training.scheduler.last_epoch), *random_numbers]
 
 
 if __name__ == "__main__":
-    main()
+    work(save, losses)
