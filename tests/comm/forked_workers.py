@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from tests.oracle.process import quiet_worker
 
-__all__ = ["forked_workers"]
+__all__ = ["forked_workers", "on_gloo"]
 
 
 def forked_workers(
@@ -47,6 +47,21 @@ def forked_workers(
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
     return codes
+
+
+def on_gloo(world_size: int, body: Callable[[int], object], *, limit: float) -> None:
+    """``body(rank)`` on each rank of a Gloo group; fails when one of them does."""
+    import torch.distributed as dist
+
+    def with_group(rank: int) -> int:
+        dist.init_process_group("gloo")
+        try:
+            body(rank)
+        finally:
+            dist.destroy_process_group()
+        return 0
+
+    assert forked_workers(world_size, with_group, limit=limit) == [0] * world_size
 
 
 def _start(rank: int, world_size: int, port: int, body: Callable[[int], int], limit: float) -> int:

@@ -1,4 +1,4 @@
-"""One call that converts an oracle checkpoint, as the end-to-end tests need it."""
+"""Conversions of oracle checkpoints, and what PyTorch had when it saved them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,27 @@ from typing import Any
 
 import torch
 
-from fsdpckpt.comm.protocol import Solo
+import fsdpckpt
 from fsdpckpt.converters import Report
-from fsdpckpt.converters.pipeline import convert
-from fsdpckpt.ir.checkpoint import Container
-from fsdpckpt.options import ConvertOptions
-from fsdpckpt.progress import NoProgress
 from tests.oracle.compare import differences, optimizer_by_id, settings_by_parameter
 from tests.oracle.forms import Form
 from tests.oracle.session import Oracle
 from tests.oracle.toy import BUFFERS
 
-__all__ = ["buffers", "converted", "expected", "load_full", "same_as_truth"]
+__all__ = ["buffers", "converted", "expected", "load_full", "require_truth"]
 
 
-def converted(oracle: Oracle, form: Form, world: int, target: Path, options: ConvertOptions) -> Report:
+def converted(oracle: Oracle, form: Form, world: int, target: Path, **options: Any) -> Report:
     """Convert ``form`` as saved at ``world`` ranks to ``target``."""
-    return convert(Solo(), str(oracle.checkpoints(world) / form.path), str(target), options, NoProgress())
+    return fsdpckpt.convert(oracle.checkpoints(world) / form.path, target, **options)
 
 
-def buffers(form: Form, world: int, container: Container) -> tuple[str, ...]:
+def buffers(form: Form, world: int, container: str) -> tuple[str, ...]:
     """The ``--buffers`` that this source needs to become sharded.
 
     DCP metadata does not tell a buffer without elements from a parameter without elements; only rank files care.
     """
-    open_question = form.container == "dcp" and container is Container.TORCH
+    open_question = form.container == "dcp" and container == "torch"
     return BUFFERS if form.needs_buffers(world) or open_question else ()
 
 
@@ -53,15 +49,13 @@ def load_full(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
-def same_as_truth(found: dict[str, Any], truth: dict[str, Any], *, grouped: bool = True) -> list[str]:
-    """Every difference between two full checkpoints in model and optimizer.
+def require_truth(path: Path, truth: dict[str, Any], *, grouped: bool = True) -> dict[str, Any]:
+    """The content of a full checkpoint, whose model and optimizer are those of ``truth``.
 
     ``grouped`` False: the groups may be cut in another way, as long as every parameter has the same settings.
     """
-    if not grouped:
-        found = {**found, "optimizer": settings_by_parameter(found["optimizer"])}
-        truth = {**truth, "optimizer": settings_by_parameter(truth["optimizer"])}
-    return [
-        *differences(found["model"], truth["model"], "model"),
-        *differences(found["optimizer"], truth["optimizer"], "optimizer"),
-    ]
+    content = load_full(path)
+    own = (lambda optimizer: optimizer) if grouped else settings_by_parameter
+    assert differences(content["model"], truth["model"], "model") == []
+    assert differences(own(content["optimizer"]), own(truth["optimizer"]), "optimizer") == []
+    return content

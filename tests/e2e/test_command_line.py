@@ -9,114 +9,63 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.conftest import Run, run
-from tests.e2e.conversions import expected, load_full, same_as_truth
+from tests.e2e.conversions import expected, require_truth
+from tests.makers import copied, lose
 from tests.oracle.forms import form
 from tests.oracle.session import Oracle
 from tests.oracle.toy import BUFFERS
 
 __all__ = ["run"]
 
-BUFFER_OPTIONS = [word for name in BUFFERS for word in ("--buffers", name)]
+RANKS = ("--to", "sharded", "--container", "torch", *(word for name in BUFFERS for word in ("--buffers", name)))
 PROGRAM = os.path.join(os.path.dirname(sys.executable), "fsdpckpt")
 
 
-def fsdpckpt(*arguments: str | Path, program: tuple[str, ...] = (PROGRAM,)) -> subprocess.CompletedProcess[str]:
-    command = [*program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False)
-
-
-def test_sharded_to_full_to_three_ranks_and_back(oracle: Oracle, tmp_path: Path) -> None:
-    source = oracle.checkpoints(4) / "f2_dcp"
+def test_a_training_goes_through_dcp_and_rank_files_of_other_ranks_and_back(
+    run: Run, oracle: Oracle, tmp_path: Path
+) -> None:
+    source, ranks = oracle.checkpoints(4) / "f2_dcp", tmp_path / "ranks"
     for step in (
-        ("convert", source, tmp_path / "full.pt", "--to", "full"),
-        ("convert", source, tmp_path / "three", "--to", "sharded", "--world-size", "3"),
-        (
-            "convert",
-            tmp_path / "three",
-            tmp_path / "ranks",
-            "--container",
-            "torch",
-            "--world-size",
-            "3",
-            *BUFFER_OPTIONS,
-        ),
-        ("convert", tmp_path / "ranks", tmp_path / "again.pt", "--to", "full", "--verify", "full"),
+        (source, tmp_path / "full.pt", "--to", "full"),
+        (source, tmp_path / "three", "--to", "sharded", "--world-size", "3"),
+        (tmp_path / "three", ranks, "--world-size", "3", *RANKS),
+        (ranks, tmp_path / "again.pt", "--to", "full", "--verify", "full"),
     ):
-        done = fsdpckpt(*step)
-        assert done.returncode == 0, done.stderr
-    truth = expected(oracle, form("f2_dcp"), 4)
+        done = run("convert", *step)
+        assert done.code == 0, done.err
     for name in ("full.pt", "again.pt"):
-        assert same_as_truth(load_full(tmp_path / name), truth) == []
-    assert (tmp_path / "ranks" / "model_world_size_3_rank_2.pt").is_file()
-    assert (tmp_path / "ranks" / "optim_world_size_3_rank_2.pt").is_file()
+        require_truth(tmp_path / name, expected(oracle, form("f2_dcp"), 4))
+    assert all((ranks / f"{section}_world_size_3_rank_2.pt").is_file() for section in ("model", "optim"))
+    for target in (tmp_path / "three", ranks, tmp_path / "full.pt"):
+        same = run("diff", source, target)
+        assert same.code == 0, same.out + same.err
+    assert run("diff", ranks, oracle.checkpoints(4) / "f1_dcp").code == 1
 
 
 def test_sharded_tensor_files_are_asked_for_by_an_option(run: Run, oracle: Oracle, tmp_path: Path) -> None:
-    done = run(
-        "convert", oracle.checkpoints(4) / "f1_dcp", tmp_path / "out", "--to", "sharded", "--container", "torch",
-        "--tensor", "sharded-tensor", "--world-size", "2", *BUFFER_OPTIONS,
-    )  # fmt: skip
+    given = (*RANKS, "--tensor", "sharded-tensor", "--world-size", "2")
+    done = run("convert", oracle.checkpoints(4) / "f1_dcp", tmp_path / "out", *given)
     assert done.code == 0, done.err
     assert b"ShardedTensor" in (tmp_path / "out" / "model_world_size_2_rank_0.pt").read_bytes()
 
 
-def test_a_dry_run_says_what_it_would_do_and_writes_nothing(run: Run, oracle: Oracle, tmp_path: Path) -> None:
-    done = run("convert", oracle.checkpoints(4) / "f1_ranks", tmp_path / "full.pt", "--to", "full", "--dry-run")
-    assert done.code == 0, done.err
-    assert done.out.strip()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_json_is_one_document_and_nothing_else(run: Run, oracle: Oracle, tmp_path: Path) -> None:
-    source = oracle.checkpoints(4) / "f1_mesh_ranks"
-    listed = run("inspect", source, "--json")
-    assert listed.code == 0, listed.err
+def test_what_is_listed_is_what_pytorch_saved(run: Run, oracle: Oracle) -> None:
+    listed = run("inspect", oracle.checkpoints(4) / "f1_mesh_ranks", "--json")
     document = json.loads(listed.out)
     assert (document["layout"], document["container"], document["world_size"]) == ("sharded", "torch", 4)
-    truth = expected(oracle, form("f1_mesh_ranks"), 4)
-    model = {entry["key"]: entry for entry in document["tensors"] if entry["section"] == "model"}
-    assert {key: tuple(entry["shape"]) for key, entry in model.items()} == {
-        key: tuple(value.shape) for key, value in truth["model"].items()
-    }
-    written = run("convert", source, tmp_path / "dcp", "--to", "sharded", "--world-size", "2", "--json")
-    assert written.code == 0, written.err
-    assert isinstance(json.loads(written.out), dict)
-
-
-def test_an_existing_target_is_refused_unless_it_may_be_overwritten(run: Run, oracle: Oracle, tmp_path: Path) -> None:
-    source = oracle.checkpoints(4) / "f2_full.pt"
-    (tmp_path / "full.pt").write_bytes(b"mine")
-    refused = run("convert", source, tmp_path / "full.pt", "--to", "full")
-    assert refused.code == 5
-    assert (tmp_path / "full.pt").read_bytes() == b"mine"
-    (tmp_path / "full.pt").write_bytes((oracle.checkpoints(4) / "f1_full.pt").read_bytes())
-    assert run("convert", source, tmp_path / "full.pt", "--to", "full", "--overwrite").code == 0
-    assert same_as_truth(load_full(tmp_path / "full.pt"), expected(oracle, form("f2_full.pt"), 4)) == []
+    model = {each["key"]: tuple(each["shape"]) for each in document["tensors"] if each["section"] == "model"}
+    truth = expected(oracle, form("f1_mesh_ranks"), 4)["model"]
+    assert model == {key: tuple(value.shape) for key, value in truth.items()}
 
 
 def test_a_missing_rank_file_is_named_and_nothing_is_written(run: Run, oracle: Oracle, tmp_path: Path) -> None:
-    source = tmp_path / "three-of-four"
-    source.mkdir()
-    for path in (oracle.checkpoints(4) / "f2_ranks").iterdir():
-        if "rank_2" not in path.name:
-            (source / path.name).write_bytes(path.read_bytes())
-    done = run("convert", source, tmp_path / "full.pt", "--to", "full")
+    copied(oracle.checkpoints(4) / "f2_ranks", lose("*rank_2*"))(tmp_path / "three-of-four")
+    done = run("convert", tmp_path / "three-of-four", tmp_path / "full.pt", "--to", "full")
     assert done.code == 3
-    assert "2" in done.err
-    assert "Traceback" not in done.err
+    assert "rank_2.pt" in done.err and "Traceback" not in done.err
     assert not (tmp_path / "full.pt").exists()
-
-
-def test_diff_sees_nothing_between_a_checkpoint_and_its_conversion(run: Run, oracle: Oracle, tmp_path: Path) -> None:
-    source = oracle.checkpoints(4) / "h2_ranks"
-    assert run("convert", source, tmp_path / "dcp", "--to", "sharded", "--world-size", "3").code == 0
-    same = run("diff", source, tmp_path / "dcp")
-    assert same.code == 0, same.out + same.err
-    other = run("diff", tmp_path / "dcp", oracle.checkpoints(4) / "f1_dcp")
-    assert other.code == 1
 
 
 @pytest.mark.parametrize(
@@ -134,24 +83,9 @@ def test_the_module_is_the_program_and_neither_imports_torch(oracle: Oracle) -> 
         "except SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    source = oracle.checkpoints(4) / "f2_dcp"
-    listed = fsdpckpt("inspect", source, "--names-only", program=(sys.executable, "-m", "fsdpckpt"))
-    assert listed.returncode == 0, listed.stderr
-    assert "embed.weight" in listed.stdout
-    quiet = fsdpckpt("inspect", source, "--names-only", program=(sys.executable, "-c", code))
-    assert quiet.returncode == 0, quiet.stderr
-    assert quiet.stdout == listed.stdout
-
-
-def test_a_file_that_would_run_code_is_refused_by_name(run: Run, tmp_path: Path) -> None:
-    class Harm:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.system, (f"touch {tmp_path / 'harmed'}",)
-
-    torch.save({"model": {"w": torch.randn(3, 2)}, "extra": Harm()}, tmp_path / "bad.pt")
-    for command in (("inspect", tmp_path / "bad.pt"), ("convert", tmp_path / "bad.pt", tmp_path / "out.pt")):
-        done = run(*command)
-        assert done.code == 3
-        assert "system" in done.err
-    assert not (tmp_path / "harmed").exists()
-    assert not (tmp_path / "out.pt").exists()
+    command = ["inspect", str(oracle.checkpoints(4) / "f2_dcp"), "--names-only"]
+    said = [
+        subprocess.run([*program, *command], capture_output=True, text=True, timeout=60, check=True).stdout
+        for program in ((PROGRAM,), (sys.executable, "-m", "fsdpckpt"), (sys.executable, "-c", code))
+    ]
+    assert "embed.weight" in said[0] and said == said[:1] * 3

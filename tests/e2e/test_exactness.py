@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError, UsageError
-from tests.oracle.compare import identical, require_parts
+from tests.oracle.compare import identical, require_identical, require_parts
 
 WORLD = 3
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
@@ -112,54 +112,37 @@ def test_extras_that_look_like_a_model_stay_extras_in_rank_files(tmp_path: Path)
     assert identical(found["ema"]["l.weight"], extras["ema"]["l.weight"])
 
 
-@pytest.mark.parametrize("elements", [7, 300_001])
+SQUARE = torch.randn(4, 4)
+OWN: dict[str, list[dict[str, Any]]] = {
+    "a tensor": [{"cursor": torch.randn(7), "l": [rank]} for rank in range(WORLD)],
+    "a large tensor": [{"cursor": torch.randn(300_001), "l": [rank]} for rank in range(WORLD)],
+    "a tensor that is transposed": [{"cursor": SQUARE}, {"cursor": SQUARE.t()}],
+    "a dict that has something else on one": [{"run": run, "epoch": 4} for run in ({"id": "x", "rank": 0}, {}, None)],
+}
+
+
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_tensor_of_the_extras_that_ranks_differ_in_stays_each_ranks_own(
-    tmp_path: Path, elements: int, checked: bool
-) -> None:
-    extras = [{"cursor": torch.randn(elements), "l": [rank]} for rank in range(WORLD)]
+@pytest.mark.parametrize("what", OWN)
+def test_extras_that_ranks_differ_in_stay_each_ranks_own(tmp_path: Path, what: str, checked: bool) -> None:
+    extras = OWN[what]
     torch.serialization.set_crc32_options(checked)
     try:
         source = rank_files(tmp_path / "a", extras)
     finally:
         torch.serialization.set_crc32_options(True)
-    found = to_ranks(source, tmp_path / "b", WORLD + 1, buffers=("none",))
-    for rank, extra in enumerate(found):
-        assert identical(extra["cursor"], extras[rank % WORLD]["cursor"])
-        assert extra["l"] == extras[rank % WORLD]["l"]
-
-
-def test_a_dict_that_other_ranks_have_otherwise_is_not_filled_from_rank_0(tmp_path: Path) -> None:
-    """One rank that has something else there makes the value each rank's own."""
-    runs: list[Any] = [{"id": "x", "rank": 0}, {}, None]
-    source = rank_files(tmp_path / "a", [{"run": run, "epoch": 4} for run in runs])
-    for rank, extra in enumerate(to_ranks(source, tmp_path / "b", 4, buffers=("none",))):
-        assert extra == {"run": runs[rank % 3], "epoch": 4}
-    assert to_full(source, tmp_path / "full.pt")["run"] == runs[0]
+    found = to_ranks(source, tmp_path / "b", len(extras) + 1, buffers=("none",))
+    require_identical(found, [*extras, extras[0]])
+    if "dict" in what:
+        assert to_full(source, tmp_path / "full.pt")["run"] == extras[0]["run"]
 
 
 @pytest.mark.parametrize("options", [{"to": "full"}, {"to": "sharded", "world_size": 2, "buffers": ("none",)}])
 def test_only_the_extras_that_ranks_differ_in_are_said_to_differ(tmp_path: Path, options: dict[str, Any]) -> None:
-    common = {"epoch": 4, "schedule": {"last": [1, 2.5], "table": torch.arange(5)}}
+    common = {"epoch": 4, "schedule": {"last": [1, 2.5], "table": torch.arange(5)}, "large": torch.randn(300_001)}
     extras = [{**common, "cursor": torch.tensor(rank), "seeds": {"own": rank, "all": 7}} for rank in range(WORLD)]
     source = rank_files(tmp_path / "a", extras)
     report = fsdpckpt.convert(source, tmp_path / "b", **options)
     assert [note.key for note in report.notes if "differs between" in note.message] == ["cursor", "seeds"]
-
-
-def test_a_tensor_of_the_extras_that_is_transposed_on_one_rank_stays_each_ranks_own(tmp_path: Path) -> None:
-    square = torch.randn(4, 4)
-    extras = [{"cursor": square}, {"cursor": square.t()}]
-    found = to_ranks(rank_files(tmp_path / "a", extras), tmp_path / "b", 2, buffers=("none",))
-    for extra, expected in zip(found, extras, strict=True):
-        assert identical(extra["cursor"], expected["cursor"])
-
-
-def test_a_large_tensor_that_all_ranks_saved_alike_is_one_extra(tmp_path: Path) -> None:
-    extra = {"table": torch.randn(300_001)}
-    source = rank_files(tmp_path / "a", [extra] * WORLD)
-    report = fsdpckpt.convert(source, tmp_path / "b.pt", to="full")
-    assert not any("differs between" in note.message for note in report.notes)
 
 
 def test_a_defaultdict_that_stands_in_two_places_is_read_in_both(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.options import ConvertOptions, TensorForm
 from tests.e2e.conversions import buffers, converted
 from tests.oracle.forms import form
 from tests.oracle.launch import python
@@ -35,15 +33,10 @@ def _convert_and_compare(oracle: Oracle, directory: Path) -> None:
     jobs, results = [], {}
     for name, (source, held, world_size, ranks) in zip(IDS, TABLE, strict=True):
         entry = form(source)
-        options = ConvertOptions(
-            to=Layout.SHARDED,
-            container=Container.TORCH,
-            world_size=world_size,
-            tensor=TensorForm.SHARDED_TENSOR if held == "sharded-tensor" else TensorForm.DTENSOR,
-            buffers=buffers(entry, SOURCE_WORLD, Container.TORCH),
-        )
+        options = {"to": "sharded", "container": "torch", "world_size": world_size}
+        options |= {"tensor": held.removesuffix("-ids"), "buffers": buffers(entry, SOURCE_WORLD, "torch")}
         try:
-            converted(oracle, entry, SOURCE_WORLD, directory / name, options)
+            converted(oracle, entry, SOURCE_WORLD, directory / name, **options)
         except Exception:  # noqa: BLE001 - this case's own test shows it
             results[name] = ["the conversion failed: " + traceback.format_exc()]
             continue

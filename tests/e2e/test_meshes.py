@@ -6,7 +6,6 @@ Real Gloo ranks, forked once to train and save, and once for each world size tha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 import fsdpckpt
-from tests.comm.forked_workers import forked_workers
+from tests.comm.forked_workers import on_gloo
 from tests.oracle.session import Oracle
 from tests.writers.meshes import MeshCase, all_three, hsdp, net, over_tp, sharded_model
 
@@ -86,7 +85,7 @@ def wrapped(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
 
 
-def state_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if isinstance(model, FullyShardedDataParallel):
         return {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
     names = {parameter: key for key, parameter in model.named_parameters()}
@@ -97,11 +96,11 @@ def state_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     return {"model": model.state_dict(), "optim": {"state": state, "param_groups": groups}}
 
 
-def load(name: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     if (path / ".metadata").exists():
         step(model, optimizer, 99)  # makes the states that are filled
-        state = state_of(name, model, optimizer)
+        state = state_of(model, optimizer)
         content = {"model": state["model"], "optimizer": {"state": state["optim"]["state"]}}
         dcp.load(content, checkpoint_id=path)
         return
@@ -120,19 +119,8 @@ def load(name: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def on_ranks(world_size: int, body: Callable[[int], int]) -> None:
-    def with_group(rank: int) -> int:
-        dist.init_process_group("gloo")
-        try:
-            return body(rank)
-        finally:
-            dist.destroy_process_group()
-
-    assert forked_workers(world_size, with_group, limit=LIMIT) == [0] * world_size
-
-
 def train(directory: Path) -> None:
-    def body(rank: int) -> int:
+    def body(rank: int) -> None:
         losses: dict[str, list[float]] = {}
         for name in SAVED:
             model, optimizer = wrapped(name)
@@ -140,47 +128,42 @@ def train(directory: Path) -> None:
                 step(model, optimizer, number)
             path = directory / name
             path.mkdir(exist_ok=True)
-            for section, value in state_of(name, model, optimizer).items():
+            for section, value in state_of(model, optimizer).items():
                 torch.save(value, path / f"{section}_world_size_4_rank_{rank}.pt")
             losses[name] = [step(model, optimizer, number) for number in range(2, 5)]
         if not rank:
             (directory / "losses.json").write_text(json.dumps(losses))
-        return 0
 
-    on_ranks(4, body)
+    on_gloo(4, body, limit=LIMIT)
 
 
 def go_on(directory: Path, world_size: int, jobs: list[Job]) -> None:
-    def body(rank: int) -> int:
+    def body(rank: int) -> None:
         losses: dict[str, list[float]] = {}
         for _, name, target, _ in jobs:
             model, optimizer = wrapped(name)
-            load(name, directory / target, model, optimizer)
+            load(directory / target, model, optimizer)
             losses[target] = [step(model, optimizer, number) for number in range(2, 5)]
         if not rank:
             (directory / f"losses-{world_size}.json").write_text(json.dumps(losses))
-        return 0
 
-    on_ranks(world_size, body)
+    on_gloo(world_size, body, limit=LIMIT)
 
 
 def _all(directory: Path) -> None:
     train(directory)
     for name, _, target, options in JOBS:
-        source = directory / name
+        source, given = directory / name, {"to": "sharded", "container": "torch", "world_size": 4, **options}
         if target.endswith("-back"):
-            tensor = {"tensor": options["tensor"]} if "tensor" in options else {}
-            ranks = 12 if name != "columns4" else 2  # of which every mesh here has a resized one
-            convert(source, directory / f"{name}-there", {"world_size": ranks, **tensor})
+            there = {**given, "world_size": 12 if name != "columns4" else 2}  # of which every mesh has a resized one
+            there.pop("mesh", None)
+            fsdpckpt.convert(source, directory / f"{name}-there", **there)
             source = directory / f"{name}-there"
-        like = {"like": directory / options["like"]} if "like" in options else {}
-        convert(source, directory / target, {"world_size": 4, **options, **like})
+        if "like" in given:
+            given["like"] = directory / given["like"]
+        fsdpckpt.convert(source, directory / target, **given)
     for world_size in (2, 4):
         go_on(directory, world_size, [job for job in JOBS if ranks_of(job) == world_size])
-
-
-def convert(source: Path, target: Path, options: dict[str, Any]) -> None:
-    fsdpckpt.convert(source, target, **{"to": "sharded", "container": "torch", **options})
 
 
 def ranks_of(job: Job) -> int:

@@ -12,12 +12,10 @@ import traceback
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
-from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.options import ConvertOptions, TensorForm
 from tests.e2e.conversions import buffers, converted
 from tests.oracle.forms import WORLDS, form
 from tests.oracle.launch import torchrun
@@ -41,19 +39,19 @@ class Case:
     def name(self) -> str:
         return f"{self.source}-of-{self.world}-to-{self.kind}-of-{self.target_world}"
 
-    def options(self) -> ConvertOptions:
+    def options(self) -> dict[str, Any]:
         if self.kind == "full":
-            return ConvertOptions(to=Layout.FULL)
-        container = Container.DCP if self.kind.startswith("dcp") else Container.TORCH
+            return {"to": "full"}
+        container = "dcp" if self.kind.startswith("dcp") else "torch"
         meshed = self.source in ("h1_mesh_ranks", "h2_ranks", "tp_ranks")  # kept, if not told otherwise
-        return ConvertOptions(
-            mesh=(str(self.target_world),) if meshed and self.kind != "ranks_st" else (),
-            to=Layout.SHARDED,
-            container=container,
-            world_size=self.target_world,
-            tensor=TensorForm.SHARDED_TENSOR if self.kind == "ranks_st" else TensorForm.DTENSOR,
-            buffers=buffers(form(self.source), self.world, container),
-        )
+        return {
+            "mesh": str(self.target_world) if meshed and self.kind != "ranks_st" else (),
+            "to": "sharded",
+            "container": container,
+            "world_size": self.target_world,
+            "tensor": "sharded-tensor" if self.kind == "ranks_st" else "dtensor",
+            "buffers": buffers(form(self.source), self.world, container),
+        }
 
 
 # Source, kind of target, what loads it, on how many ranks.
@@ -122,7 +120,7 @@ def _convert_and_load(oracle: Oracle, target_world: int, directory: Path) -> Non
     for case in CASES[target_world]:
         target = directory / (f"{case.name}.pt" if case.kind == "full" else case.name)
         try:
-            converted(oracle, form(case.source), case.world, target, case.options())
+            converted(oracle, form(case.source), case.world, target, **case.options())
         except Exception:  # noqa: BLE001 - this case's own test shows it
             results[case.name] = ["the conversion failed: " + traceback.format_exc()]
             continue
@@ -136,13 +134,8 @@ def _convert_and_load(oracle: Oracle, target_world: int, directory: Path) -> Non
     (directory / "jobs.json").write_text(json.dumps(jobs))
     loaded = directory / "loaded.json"
     try:
-        torchrun(
-            "tests.oracle.load",
-            str(directory / "jobs.json"),
-            str(loaded),
-            world_size=target_world,
-            limit=LOAD_LIMIT,
-        )
+        arguments = (str(directory / "jobs.json"), str(loaded))
+        torchrun("tests.oracle.load", *arguments, world_size=target_world, limit=LOAD_LIMIT)
     except AssertionError as error:
         results.update({job["id"]: [f"not loaded: {error}"] for job in jobs})
     results.update(json.loads(loaded.read_text()) if loaded.exists() else {})

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
-from fsdpckpt.comm.protocol import Solo
-from fsdpckpt.converters.pipeline import convert
+import fsdpckpt
 from fsdpckpt.errors import NeedsInformationError
-from fsdpckpt.ir.checkpoint import Container, Layout
-from fsdpckpt.options import ConvertOptions, LinkMode, TensorForm
-from fsdpckpt.progress import NoProgress
-from tests.e2e.conversions import buffers, converted, expected, load_full, same_as_truth
+from tests.e2e.conversions import buffers, converted, expected, load_full, require_truth
 from tests.oracle.compare import differences
 from tests.oracle.forms import form
 from tests.oracle.session import Oracle
 from tests.oracle.toy import BUFFERS
 
-FULL = ConvertOptions(to=Layout.FULL)
 WORLD = 3
-
-
-def again(source: Path, target: Path, options: ConvertOptions) -> Path:
-    convert(Solo(), str(source), str(target), options, NoProgress())
-    return target
 
 
 def as_dcp_gives_it_back(value: Any) -> Any:
@@ -39,29 +29,26 @@ def as_dcp_gives_it_back(value: Any) -> Any:
     return value
 
 
+def require_read_by_pytorch(directory: Path, truth: dict[str, Any]) -> None:
+    dcp_to_torch_save(str(directory), str(directory) + ".pt")
+    require_truth(Path(f"{directory}.pt"), as_dcp_gives_it_back(truth))
+
+
 @pytest.mark.parametrize(
     "source", ["f1_full.pt", "f1_ranks", "f2_dcp", "f2_full_ids.pt", "f2_ranks_ids", "f2_rich_dcp"]
 )
 def test_dcp_to_torch_save_reads_the_dcp_that_is_written(oracle: Oracle, tmp_path: Path, source: str) -> None:
-    entry = form(source)
-    options = ConvertOptions(
-        to=Layout.SHARDED, container=Container.DCP, world_size=4, buffers=buffers(entry, WORLD, Container.DCP)
-    )
-    converted(oracle, entry, WORLD, tmp_path / "dcp", options)
-    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "torch.pt"))
-    truth = expected(oracle, entry, WORLD)
-    assert same_as_truth(load_full(tmp_path / "torch.pt"), as_dcp_gives_it_back(truth)) == []
+    options = {"to": "sharded", "container": "dcp", "buffers": buffers(form(source), WORLD, "dcp")}
+    converted(oracle, form(source), WORLD, tmp_path / "dcp", world_size=4, **options)
+    require_read_by_pytorch(tmp_path / "dcp", expected(oracle, form(source), WORLD))
 
 
 @pytest.mark.parametrize("source", ["f1_dcp", "f2_dcp", "f2_rich_dcp"])
 def test_links_to_what_fsdp_saved_are_read_by_pytorch(oracle: Oracle, tmp_path: Path, source: str) -> None:
-    entry, named = form(source), ConvertOptions(add_prefix="x.", link=LinkMode.HARDLINK)
-    report = converted(oracle, entry, WORLD, tmp_path / "named", named)
+    report = converted(oracle, form(source), WORLD, tmp_path / "named", add_prefix="x.", link="hardlink")
     assert sum(file.source is not None for file in report.files) == WORLD
-    again(tmp_path / "named", tmp_path / "dcp", ConvertOptions(strip_prefix="x.", link=LinkMode.HARDLINK))
-    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "torch.pt"))
-    truth = expected(oracle, entry, WORLD)
-    assert same_as_truth(load_full(tmp_path / "torch.pt"), as_dcp_gives_it_back(truth)) == []
+    fsdpckpt.convert(tmp_path / "named", tmp_path / "dcp", strip_prefix="x.", link="hardlink")
+    require_read_by_pytorch(tmp_path / "dcp", expected(oracle, form(source), WORLD))
 
 
 @pytest.mark.parametrize("source", ["f1_dcp", "f2_ranks", "f2_full_ids.pt", "f2_dcp_ids", "f2_rich_ranks", "f2_dcp"])
@@ -69,18 +56,14 @@ def test_links_to_what_fsdp_saved_are_read_by_pytorch(oracle: Oracle, tmp_path: 
 def test_model_optimizer_and_groups_survive_safetensors(
     oracle: Oracle, tmp_path: Path, source: str, shard: int
 ) -> None:
-    entry = form(source)
-    options = ConvertOptions(to=Layout.FULL, container=Container.SAFETENSORS, max_shard_size=shard)
-    converted(oracle, entry, WORLD, tmp_path / "safetensors", options)
-    again(tmp_path / "safetensors", tmp_path / "full.pt", FULL)
-    assert same_as_truth(load_full(tmp_path / "full.pt"), expected(oracle, entry, WORLD)) == []
+    options = {"to": "full", "container": "safetensors", "max_shard_size": shard}
+    converted(oracle, form(source), WORLD, tmp_path / "safetensors", **options)
+    fsdpckpt.convert(tmp_path / "safetensors", tmp_path / "full.pt", to="full")
+    require_truth(tmp_path / "full.pt", expected(oracle, form(source), WORLD))
 
 
 def test_the_safetensors_library_reads_the_model(oracle: Oracle, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    source = oracle.checkpoints(WORLD) / "f2_model.pt"
-    again(source, tmp_path / "model.safetensors", ConvertOptions())
+    fsdpckpt.convert(oracle.checkpoints(WORLD) / "f2_model.pt", tmp_path / "model.safetensors")
     truth = expected(oracle, form("f2_dcp"), WORLD)["model"]
     found = load_file(tmp_path / "model.safetensors")
     for tied in {"embed.weight", "head.weight"} - set(found):
@@ -88,64 +71,58 @@ def test_the_safetensors_library_reads_the_model(oracle: Oracle, tmp_path: Path)
     assert differences(found, truth) == []
 
 
+FULL: dict[str, Any] = {"to": "full"}
+
+
+def dcp(world_size: int | None) -> dict[str, Any]:
+    return {"to": "sharded", "container": "dcp", "world_size": world_size}
+
+
+def ranks(world_size: int, *names: str, **more: Any) -> dict[str, Any]:
+    return {"to": "sharded", "container": "torch", "world_size": world_size, "buffers": names or BUFFERS, **more}
+
+
 CHAINS = {
-    "full, 5 ranks of DTensor files, DCP of 2, full": (
-        ConvertOptions(to=Layout.FULL),
-        ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=5, buffers=BUFFERS),
-        ConvertOptions(to=Layout.SHARDED, container=Container.DCP, world_size=2),
-        ConvertOptions(to=Layout.FULL),
-    ),
+    "full, 5 ranks of DTensor files, DCP of 2, full": (FULL, ranks(5), dcp(2), FULL),
     "7 ranks of ShardedTensor files, DCP of 6, 3 ranks of DTensor files, full": (
-        ConvertOptions(
-            to=Layout.SHARDED,
-            container=Container.TORCH,
-            world_size=7,
-            tensor=TensorForm.SHARDED_TENSOR,
-            buffers=BUFFERS,
-        ),
-        ConvertOptions(to=Layout.SHARDED, container=Container.DCP, world_size=6),
-        ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=3, buffers=BUFFERS),
-        ConvertOptions(to=Layout.FULL),
+        ranks(7, tensor="sharded-tensor"),
+        dcp(6),
+        ranks(3),
+        FULL,
     ),
-    "DCP of 20, DCP as it is cut, full": (
-        ConvertOptions(to=Layout.SHARDED, container=Container.DCP, world_size=20),
-        ConvertOptions(to=Layout.SHARDED, container=Container.DCP),
-        ConvertOptions(to=Layout.FULL),
-    ),
+    "DCP of 20, DCP as it is cut, full": (dcp(20), dcp(None), FULL),
 }
+
+
+def through(source: Path, place: Path, chain: tuple[dict[str, Any], ...]) -> Path:
+    """The last of the conversions of ``chain``, each of the one before."""
+    for number, options in enumerate(chain):
+        target = place / f"step-{number}{'.pt' if options['to'] == 'full' else ''}"
+        fsdpckpt.convert(source, target, **options)
+        source = target
+    return source
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("source", ["f1_flat_ranks", "f2_dcp", "f2_dcp_ids", "f2_rich_ranks", "f1_mesh_dcp"])
 def test_a_chain_of_conversions_ends_where_it_began(oracle: Oracle, tmp_path: Path, source: str, chain: str) -> None:
-    at = oracle.checkpoints(WORLD) / source
-    for number, options in enumerate(CHAINS[chain]):
-        suffix = ".pt" if options.to is Layout.FULL else ""
-        at = again(at, tmp_path / f"step-{number}{suffix}", options)
-    assert same_as_truth(load_full(at), expected(oracle, form(source), WORLD)) == []
+    end = through(oracle.checkpoints(WORLD) / source, tmp_path, CHAINS[chain])
+    require_truth(end, expected(oracle, form(source), WORLD))
 
 
-def test_the_same_conversion_twice_writes_the_same_bytes(oracle: Oracle, tmp_path: Path) -> None:
-    options = ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=4, buffers=BUFFERS)
-    for name, threads in (("one", 1), ("two", 4)):
-        again(
-            oracle.checkpoints(WORLD) / "f2_dcp",
-            tmp_path / name / "out",
-            replace(options, threads=threads),
-        )
-    files = sorted(path.name for path in (tmp_path / "one" / "out").glob("*.pt"))
-    assert len(files) >= 8
-    for name in files:
-        assert (tmp_path / "one" / "out" / name).read_bytes() == (tmp_path / "two" / "out" / name).read_bytes()
+def test_the_same_conversion_twice_writes_the_same_bytes_and_leaves_the_source_as_it_was(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    source = oracle.checkpoints(WORLD) / "f2_dcp"
 
-
-def test_the_source_is_left_as_it_was(oracle: Oracle, tmp_path: Path) -> None:
     def state() -> list[tuple[str, int, int]]:
-        at = oracle.checkpoints(WORLD) / "f1_ranks"
-        return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in at.rglob("*"))
+        return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in source.rglob("*"))
 
     before = state()
-    converted(oracle, form("f1_ranks"), WORLD, tmp_path / "full.pt", FULL)
+    for name, threads in (("one", 1), ("two", 4)):
+        fsdpckpt.convert(source, tmp_path / name / "out", threads=threads, **ranks(4))
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / n / "out").glob("*.pt")} for n in ("one", "two"))
+    assert len(one) >= 8 and one == two
     assert state() == before
 
 
@@ -162,24 +139,17 @@ def test_every_dtype_that_adam_and_buffers_use_arrives_unchanged(tmp_path: Path)
     model = {str(dtype): random_bytes().view(dtype) for dtype in DTYPES}
     model |= {"bool": random_bytes() > 99, "empty": torch.empty(0, 5), "scalar": torch.tensor(2.5)}
     model |= {"transposed": torch.randn(6, 4, generator=generator).t()}
-    at = tmp_path / "full.pt"
-    torch.save({"model": model}, at)
-    chain = [
-        replace(options, buffers=("none",)) if options.to is Layout.SHARDED else options
-        for options in CHAINS["full, 5 ranks of DTensor files, DCP of 2, full"]
-    ]
-    for number, options in enumerate(chain[1:]):
-        at = again(at, tmp_path / f"step-{number}{'.pt' if options.to is Layout.FULL else ''}", options)
-    assert differences(load_full(at)["model"], model) == []
+    torch.save({"model": model}, tmp_path / "full.pt")
+    end = through(tmp_path / "full.pt", tmp_path, (ranks(5, "none"), dcp(2), FULL))
+    assert differences(load_full(end)["model"], model) == []
 
 
 def test_dcp_metadata_says_what_is_sharded_and_asks_about_nothing_else(oracle: Oracle, tmp_path: Path) -> None:
-    source = oracle.checkpoints(WORLD) / "f2_dcp"
-    options = ConvertOptions(to=Layout.SHARDED, container=Container.TORCH, world_size=2)
+    options = ranks(2) | {"buffers": ()}
     with pytest.raises(NeedsInformationError) as asked:
-        again(source, tmp_path / "ranks", options)
+        converted(oracle, form("f2_dcp"), WORLD, tmp_path / "ranks", **options)
     assert asked.value.details == ("void",)
-    again(source, tmp_path / "ranks", replace(options, exclude=("void",)))
+    converted(oracle, form("f2_dcp"), WORLD, tmp_path / "ranks", exclude="void", **options)
     held = torch.load(tmp_path / "ranks" / "model_world_size_2_rank_1.pt", weights_only=True)
     plain = {key for key, value in held.items() if not isinstance(value, DTensor)}
     assert plain == set(BUFFERS) - {"void"}

@@ -7,13 +7,11 @@ tried from one of the two cases; that the files are right for both is played in 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -21,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdpckpt
 from fsdpckpt import comm
-from tests.comm.forked_workers import forked_workers
+from tests.comm.forked_workers import on_gloo
 from tests.oracle.compare import differences
 from tests.oracle.session import Oracle
 from tests.writers.experts import ExpertMesh
@@ -77,18 +75,6 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def on_ranks(body: Callable[[int], None]) -> None:
-    def with_group(rank: int) -> int:
-        dist.init_process_group("gloo")
-        try:
-            body(rank)
-        finally:
-            dist.destroy_process_group()
-        return 0
-
-    assert forked_workers(4, with_group, limit=LIMIT) == [0] * 4
-
-
 def train(directory: Path) -> None:
     def body(rank: int) -> None:
         for name in CASES:
@@ -104,11 +90,7 @@ def train(directory: Path) -> None:
             if not rank:
                 torch.save(expected, directory / f"{name}-expected.pt")
 
-    on_ranks(body)
-
-
-def convert(source: Path, target: Path, **options: Any) -> None:
-    fsdpckpt.convert(source, target, **{"to": "sharded", "container": "torch", **options})
+    on_gloo(4, body, limit=LIMIT)
 
 
 def filled(path: str, name: str, directory: Path, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -158,27 +140,25 @@ def go_on(directory: Path) -> None:
                 problems[f"{name}-{path}"] = differences(whole(model, optimizer), expected)
         (directory / f"problems-{rank}.json").write_text(json.dumps(problems))
 
-    on_ranks(body)
+    on_gloo(4, body, limit=LIMIT)
 
 
 def _all(directory: Path) -> None:
     train(directory)
     for name, case in CASES.items():
-        source = directory / name
         replicas = "dp_replicate=2," if case.replicate > 1 else ""
         there = (f"{replicas}fsdp={16 // case.replicate}", f"{replicas}efsdp={8 // case.replicate},ep=2")
-        convert(source, directory / f"{name}-there", mesh=there)
-        convert(directory / f"{name}-there", directory / f"{name}-back", world_size=4)
-        convert(directory / OTHER[name], directory / f"{name}-like-the-other", like=source)
-        convert(source, directory / f"{name}.pt", to="full")
-        convert(directory / f"{name}.pt", directory / f"{name}-dcp", container="dcp", like=source)
-        convert(
-            directory / f"{name}.pt",
-            directory / f"{name}-torchtitan",
-            flavor="torchtitan",
-            container="dcp",
-            like=source,
-        )
+        ranks: dict[str, Any] = {"to": "sharded", "container": "torch"}
+        dcp_like: dict[str, Any] = {"to": "sharded", "container": "dcp", "like": directory / name}
+        for source, target, options in (
+            (name, f"{name}-there", {**ranks, "mesh": there}),
+            (f"{name}-there", f"{name}-back", {**ranks, "world_size": 4}),
+            (OTHER[name], f"{name}-like-the-other", {**ranks, "like": directory / name}),
+            (name, f"{name}.pt", {"to": "full"}),
+            (f"{name}.pt", f"{name}-dcp", dcp_like),
+            (f"{name}.pt", f"{name}-torchtitan", {**dcp_like, "flavor": "torchtitan"}),
+        ):
+            fsdpckpt.convert(directory / source, directory / target, **options)
     go_on(directory)
 
 
