@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fsdpckpt
 from fsdpckpt.converters import check
 from fsdpckpt.errors import InternalError, SourceUnsupportedError
+from tests.converters.jobs import RANK_FILES, converted, messages, notes, refused, save
 from tests.writers.meshes import assert_equal
 
 ONES, ZEROS = torch.ones(3), torch.zeros(3)
@@ -29,17 +29,14 @@ GROUPS = [{"params": [0], "lr": 0.1}]
         ({"None": ONES, None: {"b": ZEROS}}, "None"),
     ],
 )
-def test_they_are_kept_apart_or_refused(root: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_they_are_kept_apart_or_refused(root: dict[str, Any], key: str) -> None:
     root = {"model": {"w": torch.ones(3)}, **root}
-    torch.save(root, tmp_path / "source.pt")
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "same.pt", to="full")
-    assert_equal(torch.load(tmp_path / "same.pt"), root, "root")
-    with pytest.raises(SourceUnsupportedError, match="several entries would get the same key") as error:
-        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", container="dcp")
-    assert error.value.key == key
+    assert_equal(converted(save(root), "same.pt"), root, "root")
+    words = "several entries would get the same key"
+    assert refused(SourceUnsupportedError, words, "source.pt", "dcp", container="dcp").key == key
 
 
-def test_groups_that_list_an_id_and_its_text_are_kept_apart_in_rank_files(tmp_path: Path) -> None:
+def test_groups_that_list_an_id_and_its_text_are_kept_apart_in_rank_files() -> None:
     root = {
         "model": {"w": torch.ones(4), "v": torch.ones(4)},
         "optimizer": {
@@ -47,23 +44,17 @@ def test_groups_that_list_an_id_and_its_text_are_kept_apart_in_rank_files(tmp_pa
             "param_groups": [{"params": [0, 1, "0", "1"], "lr": 0.1}],
         },
     }
-    torch.save(root, tmp_path / "source.pt")
-    options: dict[str, Any] = {"to": "sharded", "container": "torch", "world_size": 2, "buffers": ("none",)}
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "ranks", **options)
-    fsdpckpt.convert(tmp_path / "ranks", tmp_path / "back.pt", to="full")
-    assert_equal(torch.load(tmp_path / "back.pt"), root, "root")
+    fsdpckpt.convert(save(root), "ranks", **RANK_FILES, world_size=2, buffers=("none",))
+    assert_equal(converted("ranks", "back.pt", to="full"), root, "root")
 
 
-def test_full_verification_compares_both_and_records_the_digest_of_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_verification_compares_both_and_records_the_digest_of_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded digest is found by the text of its key."""
     state = {0: {"a": torch.rand(3)}, "0": {"a": torch.rand(3)}}
-    optimizer = {"state": state, "param_groups": GROUPS}
-    torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "source.pt")
-    options: dict[str, Any] = {"to": "sharded", "container": "torch", "world_size": 2, "verify": "full"}
-    fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "ranks", **options)
-    found = fsdpckpt.verify(tmp_path / "ranks", digests=True)
+    save({"model": {"w": torch.ones(3)}, "optimizer": {"state": state, "param_groups": GROUPS}})
+    options: dict[str, Any] = {**RANK_FILES, "world_size": 2, "verify": "full"}
+    fsdpckpt.convert("source.pt", "ranks", **options)
+    found = fsdpckpt.verify("ranks", digests=True)
     assert [problem.kind for problem in found.problems] == ["state"]  # "0" is in no param group
     compared = []
 
@@ -72,10 +63,9 @@ def test_full_verification_compares_both_and_records_the_digest_of_neither(
         return 0 if len(compared) == 2 else None  # after the model's tensor
 
     monkeypatch.setattr(check, "first_difference", only_the_first_differs)
-    with pytest.raises(InternalError) as error:
-        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "again", **options)
+    error = refused(InternalError, "", "source.pt", "again", **options)
     assert len(compared) == 3
-    assert error.value.details == ("optim 0.a 1 differs from the source at element 0",)
+    assert error.details == ("optim 0.a 1 differs from the source at element 0",)
 
 
 @pytest.mark.parametrize(
@@ -87,20 +77,18 @@ def test_full_verification_compares_both_and_records_the_digest_of_neither(
         {"state": {0: {7: torch.randn(3, 5), "exp_avg": torch.randn(3, 5)}}, "param_groups": GROUPS},
     ],
 )
-def test_keys_become_text_as_in_a_dcp_directory_of_pytorch(root: dict[str, Any], tmp_path: Path) -> None:
-    torch.save(root, tmp_path / "source.pt")
-    report = fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", container="dcp", verify="full")
-    assert any("becomes the text '7'" in note.message or "7 of" in note.message for note in report.notes)
-    dcp.save(root, checkpoint_id=tmp_path / "expected", no_dist=True)
+def test_keys_become_text_as_in_a_dcp_directory_of_pytorch(root: dict[str, Any]) -> None:
+    report = fsdpckpt.convert(save(root), "dcp", container="dcp", verify="full")
+    assert messages(report, "becomes the text '7'") or messages(report, "7 of")
+    dcp.save(root, checkpoint_id="expected", no_dist=True)
     for directory in ("dcp", "expected"):
-        dcp_to_torch_save(tmp_path / directory, tmp_path / f"{directory}.pt")
-    assert_equal(torch.load(tmp_path / "dcp.pt"), torch.load(tmp_path / "expected.pt"), "root")
+        dcp_to_torch_save(directory, f"{directory}.pt")
+    assert_equal(torch.load("dcp.pt"), torch.load("expected.pt"), "root")
 
 
-def test_many_keys_that_become_text_are_one_note(tmp_path: Path) -> None:
+def test_many_keys_that_become_text_are_one_note() -> None:
     extra = {"queue": {number: {"at": number} for number in range(40)}, "more": {1.5: 3}}
-    torch.save({"model": {"w": torch.randn(3, 5)}, **extra}, tmp_path / "source.pt")
-    report = fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "dcp", container="dcp")
-    (note,) = [note for note in report.notes if note.kind == "renamed"]
+    save({"model": {"w": torch.randn(3, 5)}, **extra})
+    (note,) = notes(fsdpckpt.convert("source.pt", "dcp", container="dcp"), "renamed")
     assert note.message.startswith("41 keys that are not text become text: 0, 1, 2") and "1.5 of more" in note.message
     assert len(note.keys) == 41 and note.keys[-1] == "more.1.5"

@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import fsdpckpt
 from fsdpckpt.converters import check
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.errors import InternalError, SourceError, TargetUnwritableError
+from tests.converters.jobs import refused, save
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    weights = {f"layers.{number}.weight": torch.randn(31, 17) for number in range(3)}
-    torch.save({"model": weights}, tmp_path / "source.pt")
-    return tmp_path / "source.pt"
+def source() -> str:
+    return save({"model": {f"layers.{number}.weight": torch.randn(31, 17) for number in range(3)}})
 
 
 def _before_the_check(monkeypatch: pytest.MonkeyPatch, change) -> None:
@@ -51,30 +49,28 @@ def _flip(name: str, place: int):
     ],
 )
 def test_bytes_that_changed_on_the_disk_are_the_disk_s_fault(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container: str, name: str, place: int, verify: str
+    source: str, monkeypatch: pytest.MonkeyPatch, container: str, name: str, place: int, verify: str
 ) -> None:
     _before_the_check(monkeypatch, _flip(name, place))
-    with pytest.raises(TargetUnwritableError, match="is not what was written to it") as error:
-        fsdpckpt.convert(source, tmp_path / "out", container=container, verify=verify)
-    assert error.value.exit_code == 5 and name in (error.value.file or "")
-    assert os.listdir(tmp_path) == ["source.pt"]
+    words = "is not what was written to it"
+    error = refused(TargetUnwritableError, words, source, "out", container=container, verify=verify)
+    assert error.exit_code == 5 and name in (error.file or "")
+    assert os.listdir() == ["source.pt"]
 
 
 def test_an_output_that_cannot_be_read_back_is_no_fault_of_the_source(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: OutputCheck, *_: object) -> None:
         raise SourceError("it cannot be read", file=os.path.join(self.path, "model.safetensors"))
 
     monkeypatch.setattr(OutputCheck, "_read", fails)
-    with pytest.raises(TargetUnwritableError, match="the output cannot be read back: it cannot be read"):
-        fsdpckpt.convert(source, tmp_path / "out", container="safetensors", verify="full")
+    words = "the output cannot be read back: it cannot be read"
+    refused(TargetUnwritableError, words, source, "out", container="safetensors", verify="full")
 
 
-def test_an_output_that_is_as_it_was_written_and_wrong_is_a_bug(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_is_as_it_was_written_and_wrong_is_a_bug(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "first_difference", lambda *_, **__: 7)
-    with pytest.raises(InternalError, match="does not read back as it was planned"):
-        fsdpckpt.convert(source, tmp_path / "out", container="safetensors", verify="full")
-    assert os.listdir(tmp_path) == ["source.pt"]
+    words = "does not read back as it was planned"
+    refused(InternalError, words, source, "out", container="safetensors", verify="full")
+    assert os.listdir() == ["source.pt"]

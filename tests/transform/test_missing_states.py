@@ -22,7 +22,7 @@ from fsdpckpt.ir.files import Zeros
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.missing_state import fill, require_complete
+from fsdpckpt.transform.missing_state import fill
 from tests.flat.flat_synthetic import checkpoint, named, sharded_model, whole
 from tests.oracle.compare import identical
 from tests.oracle.fake_group import as_rank
@@ -281,29 +281,27 @@ def test_zeros_are_cut_as_their_parameter_is_and_read_back_as_zeros(target: dict
 
 
 @pytest.mark.parametrize(
-    ("of_state", "of_param", "expected"),
-    [(True, False, False), (False, True, True), (True, None, True), (False, None, False)],
+    ("of_state", "of_param", "units", "expected"),
+    [
+        (True, False, None, False),
+        (False, True, None, True),
+        (True, None, None, True),
+        (False, None, None, False),
+        (True, True, "of all", True),
+        (True, True, "without b", False),
+    ],
 )
-def test_a_made_state_is_sharded_as_its_parameter_is_and_else_as_the_others_states(
-    of_state: bool, of_param: bool | None, expected: bool
+def test_a_made_state_is_sharded_as_its_parameter_is_and_else_as_the_others_states_or_as_units_say(
+    of_state: bool | None, of_param: bool | None, units: str | None, expected: bool
 ) -> None:
     params = [named("a", 5, 3, sharded=of_param), named("b", 5, sharded=of_param)]
     optim = Optimizer.of({"a": {"exp_avg": whole(5, 3, sharded=of_state)}}, [{"params": ["a", "b"]}])
-    found = fill(checkpoint(1, model=sharded_model(params), optim=optim), "zeros", read=lambda _: b"").optim
-    leaf = found.state["b"]["exp_avg"] if found is not None else None
-    assert isinstance(leaf, Tensor)
-    assert leaf.sharded is expected
-
-
-@pytest.mark.parametrize("outside", [True, False])
-def test_a_made_state_of_a_unit_s_parameter_is_sharded_and_one_beside_the_units_is_not(outside: bool) -> None:
-    params = [named("a", 5, 3), named("b", 5)]
-    units = build_units(params, ("",), Settings(use_orig_params=True), unmanaged=["b"] if outside else [])
-    optim = Optimizer.of({"a": {"exp_avg": whole(5, 3)}}, [{"params": ["a", "b"]}])
-    found = fill(checkpoint(1, optim=optim), "zeros", read=lambda _: b"", units=units).optim
-    leaf = found.state["b"]["exp_avg"] if found is not None else None
-    assert isinstance(leaf, Tensor)
-    assert (leaf.shape, leaf.sharded) == ((5,), not outside)
+    held = checkpoint(1, model=sharded_model(params) if units is None else None, optim=optim)
+    unmanaged = ["b"] if units == "without b" else []
+    given = build_units(params, ("",), Settings(use_orig_params=True), unmanaged=unmanaged) if units else None
+    found = fill(held, "zeros", read=lambda _: b"", units=given).optim
+    leaf = found.state["b"]["exp_avg"]
+    assert (leaf.shape, leaf.sharded) == ((5,), expected)
 
 
 def test_a_state_of_another_shape_than_its_parameter_is_no_example() -> None:
@@ -312,17 +310,6 @@ def test_a_state_of_another_shape_than_its_parameter_is_no_example() -> None:
     held = checkpoint(1, model=sharded_model([named("a", 5, 3), named("b", 5)]), optim=optim)
     details = ["b: the state exp_avg of a does not have the shape of its parameter"]
     Refused(4, details=details).by(lambda: fill(held, "zeros", read=lambda _: b""))
-
-
-@pytest.mark.parametrize("orig", [True, False])
-def test_only_flat_parameters_have_to_be_complete(orig: bool) -> None:
-    units = build_units([named("a", 5, 3), named("b", 5)], ("",), Settings(use_orig_params=orig))
-    require_complete(checkpoint(1), units)
-    part = checkpoint(1, optim=Optimizer.of({"a": {"exp_avg": whole(5, 3)}}, [{"params": ["a", "b"]}]))
-    if orig:
-        require_complete(part, units)
-    else:
-        Refused(4, details=["the root unit: b"]).by(lambda: require_complete(part, units))
 
 
 def test_no_two_tensors_of_zeros_share_bytes() -> None:
@@ -350,7 +337,7 @@ def test_ids_keep_counting_over_what_has_no_state(tmp_path: Path) -> None:
 
 def test_real_adam_goes_on_from_zeros(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = nn.ModuleDict({name: nn.Linear(size, 3, bias=False) for name, size in zip("ab", (5, 7), strict=True)})
+    model = nn.ModuleDict({"a": nn.Linear(5, 3, bias=False), "b": nn.Linear(7, 3, bias=False)})
     optimizer = torch.optim.Adam(model.parameters())
     model["a"](torch.randn(2, 5)).sum().backward()
     optimizer.step()

@@ -1,13 +1,18 @@
-"""Without ``--flavor`` the target is what the source's framework loads, or plain with a note that names that form."""
+"""What a conversion writes, settled from the options, DST's suffix and the source's layout.
+
+Without ``--flavor`` that is what the source's framework loads, or plain with a note that names that form.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fsdpckpt.converters.target.decision import Decision
-from fsdpckpt.converters.target.layout import choose_layout
+from fsdpckpt.converters.target.layout import choose_layout, require_file_name
 from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, NamedSection, Section
 from fsdpckpt.ir.optimizer import Optimizer
@@ -32,7 +37,7 @@ def source(
 
 
 def spec(held: Checkpoint, target: str = "out", **options: object) -> Decision:
-    return choose_layout(target, ConvertOptions(**options), held)  # type: ignore[arg-type]
+    return choose_layout(target, ConvertOptions(**options), held)
 
 
 def described(found: Decision) -> tuple[str, Layout, Container, int | None]:
@@ -77,10 +82,7 @@ TO_SIX: dict[str, object] = {"to": SHARDED, **SIX}
     ],
 )
 def test_the_form_of_the_sources_framework_is_the_default(
-    flavor: str,
-    held: tuple[Layout, Container],
-    options: dict[str, object],
-    expected: tuple[Layout, Container, int | None],
+    flavor: str, held: tuple[Layout, Container], options: dict[str, object], expected: tuple[Any, ...]
 ) -> None:
     found = spec(source(flavor, *held), **options)
     assert described(found) == (flavor, *expected) and not found.notes
@@ -120,7 +122,7 @@ def test_where_the_framework_has_no_such_form_the_target_is_plain_and_says_what_
     held: tuple[Layout, Container],
     target: str,
     options: dict[str, object],
-    expected: tuple[Layout, Container, int | None],
+    expected: tuple[Any, ...],
     named: str,
 ) -> None:
     found = spec(source(flavor, *held), target, **options)
@@ -156,12 +158,9 @@ def several(flavor: str, layout: Layout, container: Container) -> Checkpoint:
 
 
 @pytest.mark.parametrize("flavor", ["lightning", "lightning-model-parallel", "fabric"])
-@pytest.mark.parametrize(("layout", "container"), [(SHARDED, DCP), (FULL, TORCH)])
-def test_several_optimizers_have_a_place_in_frameworks_that_save_several(
-    flavor: str, layout: Layout, container: Container
-) -> None:
-    target = "out.ckpt" if layout is FULL else "out"
-    assert described(spec(several(flavor, layout, container), target))[:3] == (flavor, layout, container)
+def test_several_optimizers_have_a_place_in_frameworks_that_save_several(flavor: str) -> None:
+    for target, form in (("out", (SHARDED, DCP)), ("out.ckpt", (FULL, TORCH))):
+        assert described(spec(several(flavor, *form), target))[:3] == (flavor, *form)
 
 
 def test_a_framework_with_one_optimizer_is_not_the_default_of_several() -> None:
@@ -179,6 +178,95 @@ def test_every_writable_framework_is_the_default_of_each_of_its_own_forms() -> N
             held = source(flavor.name, form.layout, form.container, optim=optim, adapter=form.adapter)
             found = spec(with_origin(held, flattened_keys=form.flattened))
             assert found.form is form and found.flavor is flavor, flavor.name
+
+
+# Layout, container and ranks
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "held", "expected", "directory"),
+    [
+        ("out.pt", {}, SHARDED, (FULL, TORCH), False),
+        ("out.ckpt", {}, FULL, (FULL, TORCH), False),
+        ("out.safetensors", {}, SHARDED, (FULL, SAFETENSORS), False),
+        ("out", {"container": SAFETENSORS}, SHARDED, (FULL, SAFETENSORS), True),
+        ("out", {}, SHARDED, (SHARDED, DCP), True),
+        ("out/", {"world_size": 3}, SHARDED, (SHARDED, DCP), True),
+        ("out", {"to": SHARDED, "world_size": 5}, FULL, (SHARDED, DCP), True),
+        ("out", {"to": SHARDED, "container": TORCH, "world_size": 2}, FULL, (SHARDED, TORCH), True),
+        ("out", {"to": FULL}, SHARDED, (FULL, TORCH), False),
+        ("out", {"to": FULL, "container": DCP}, SHARDED, (FULL, DCP), True),
+        ("step.100", {}, SHARDED, (SHARDED, DCP), True),
+    ],
+)
+def test_options_suffix_and_source_together_say_what_is_written(
+    target: str, options: dict[str, object], held: Layout, expected: tuple[Any, ...], directory: bool
+) -> None:
+    found = spec(checkpoint(4, layout=held), target, **options)
+    assert (found.layout, found.container) == expected and found.directory is directory
+    assert found.world_size == options.get("world_size")
+
+
+VERL_DCP: dict[str, object] = {"flavor": "verl", "container": DCP}
+NEED_RANKS = ("need a number of ranks", "add --world-size N")
+
+
+@pytest.mark.parametrize(
+    ("held", "target", "options", "words", "next_step"),
+    [
+        (SHARDED, "out.pt", {"to": SHARDED}, "ends in .pt", None),
+        (SHARDED, "out.pt", {"container": DCP}, "container says dcp", None),
+        (SHARDED, "out.safetensors", {"to": SHARDED}, "whole tensors", None),
+        (SHARDED, "out", {"to": FULL, "world_size": 4}, "to='full' is not", None),
+        (SHARDED, "out.pt", {"world_size": 4}, "one file .* is not sharded", None),
+        (SHARDED, "out", {"container": SAFETENSORS, "world_size": 4}, "safetensors target is not sharded", None),
+        (SHARDED, "out", {"to": SHARDED, "world_size": 2_000_000}, "world_size has too many ranks", None),
+        (SHARDED, "out", {"flavor": "verl", "world_size": 2_000_000}, "world_size has too many ranks", None),
+        (SHARDED, "out", {"to": FLATTENED, "world_size": 2, "container": DCP}, "one per rank", None),
+        (FULL, "out", {"world_size": 4}, "the source is full", "add --to sharded"),
+        *(
+            (held, "out", options, *NEED_RANKS)
+            for held in (DCP, FULL)
+            for options in ({"to": SHARDED, "container": TORCH}, {"to": FLATTENED})
+        ),
+        # a form that a producer does not have
+        (SHARDED, "out", VERL_DCP, "--container dcp", "drop --container, and add --world-size N"),
+        (SHARDED, "out", {**VERL_DCP, "world_size": 3}, "(?=.*--container dcp).*--world-size 3", "drop --container"),
+        (SHARDED, "out", {"flavor": "verl", "to": FULL}, "--to full", "drop --to, and add --world-size N"),
+        (SHARDED, "out", {"flavor": "torchtitan", "to": FULL, "container": SAFETENSORS},
+         "(?=.*--to full).*--container safetensors", "drop --to and --container"),
+        (SHARDED, "out", {"flavor": "huggingface", "world_size": 4}, "--world-size 4", "drop --world-size"),
+        (SHARDED, "out.pt", {"flavor": "torchtitan"}, "one .pt file", "give DST a name without a suffix"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_with_what_to_type_instead(
+    held: Layout | Container, target: str, options: dict[str, object], words: str, next_step: str | None
+) -> None:
+    source = checkpoint(4, layout=held) if isinstance(held, Layout) else with_origin(BY_RANK, container=held)
+    with pytest.raises(UsageError) as caught:
+        spec(source, target, **options)
+    error, said = caught.value, str(caught.value.next_step)
+    assert re.search(words, f"{error} {error.what}")
+    assert error.next_step or error.expected
+    if next_step is not None:
+        assert said == next_step or (held is FULL and said.startswith(next_step))
+        assert "flavor" not in options or f"--flavor {options['flavor']} cannot be combined with" in error.what
+
+
+BY_RANK = checkpoint(4, layout=SHARDED)
+
+
+@pytest.mark.parametrize("options", [{"to": SHARDED, "container": TORCH}, {"to": FLATTENED}], ids=str)
+def test_rank_files_keep_their_ranks(options: dict[str, object]) -> None:
+    assert spec(BY_RANK, **options).world_size == 4
+
+
+@pytest.mark.parametrize(("target", "advised"), [("x.pt/", True), ("x/", False)])
+def test_a_name_that_the_advice_would_be_refused_with_is_said_to_be_changed(target: str, advised: bool) -> None:
+    """``--to sharded`` refuses ``x.pt/``."""
+    with pytest.raises(UsageError, match="names a directory") as error:
+        require_file_name(target, spec(checkpoint(4, layout=FULL), target))
+    assert ("a name without a suffix" in str(error.value.next_step)) == advised
 
 
 def test_ranks_of_another_framework_have_to_be_named() -> None:
