@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from fsdpckpt.formats.dcp.items import ItemReader
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Boxes, Chunks, Tensor
 from fsdpckpt.readers.dcp.item_numbers import have_items, items_of
+from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
-from tests.oracle.compare import identical
+from fsdpckpt.storage.sources import Sources
+from tests.converters.jobs import converted, refused, states
+from tests.oracle.compare import identical, require_identical
 from tests.readers.played_ranks import save_as_ranks, shard, shard_rows_twice
 
 WEIGHTS = {f"w{rows}": torch.randn(rows, 3) for rows in (4, 5, 9)}
@@ -53,10 +57,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
-def converted(source: Path, target: Path, **options: Any) -> dict[str, bytes]:
-    fsdpckpt.convert(str(source), str(target), verify="none", **options)
-    files = sorted(path for path in target.rglob("*") if path.is_file())
-    return {str(path.relative_to(target)): path.read_bytes() for path in files}
+def written(source: Path, target: str, **options: Any) -> dict[str, bytes]:
+    fsdpckpt.convert(source, target, to="sharded", world_size=3, verify="none", **options)
+    return {str(path.relative_to(target)): path.read_bytes() for path in Path(target).rglob("*") if path.is_file()}
 
 
 # What is taken, and of how many tensors with two chunks and with one
@@ -70,63 +73,51 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_only_the_items_of_what_is_taken_are_opened(
-    name: str, source: Path, tmp_path: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, source: Path, opened: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, cut, whole = TAKEN[name]
-    found = converted(source, tmp_path / "a", to="sharded", world_size=3, **options)
+    found = written(source, "a", **options)
     assert sum(opened) == cut * RANKS + whole
     opened.clear()
     monkeypatch.setattr(read_source, "items_to_open", lambda *_: Locate.ALL)
-    assert converted(source, tmp_path / "b", to="sharded", world_size=3, **options) == found
+    assert written(source, "b", **options) == found
     assert sum(opened) == 2 * TENSORS * RANKS + TENSORS
 
 
 @pytest.mark.parametrize("globs", [{"include": ("w6*",)}, {"exclude": ("w*",)}, {"only": "model", "exclude": ("v*",)}])
 def test_globs_that_match_nothing_and_that_leave_nothing_are_refused_before_an_item_is_opened(
-    globs: dict[str, Any], source: Path, tmp_path: Path, opened: list[int]
+    globs: dict[str, Any], source: Path, opened: list[int]
 ) -> None:
-    with pytest.raises(UsageError, match=r"match|leave none"):
-        converted(source, tmp_path / "a", to="sharded", world_size=3, **globs)
+    refused(UsageError, r"match|leave none", source, "a", to="sharded", world_size=3, **globs)
     assert opened == []
 
 
-def test_damage_of_what_is_taken_is_refused_and_of_the_rest_is_not_looked_at(source: Path, tmp_path: Path) -> None:
-    from fsdpckpt.readers.detect import open_checkpoint
-    from fsdpckpt.storage.sources import Sources
-
+def test_damage_of_what_is_taken_is_refused_and_of_the_rest_is_not_looked_at(source: Path) -> None:
     with Sources() as sources:
-        model = open_checkpoint(str(source), sources=sources).model
-    assert model is not None
-    chunks = model.params["w5.weight"].chunks  # type: ignore[union-attr]
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for path in source.iterdir():
-        (damaged / path.name).write_bytes(path.read_bytes())
-    file = damaged / f"__{int(chunks.rank[1])}_0.distcp"
+        chunks = open_checkpoint(str(source), sources=sources).model.params["w5.weight"].chunks
+    shutil.copytree(source, "damaged")
+    file = Path(f"damaged/__{int(chunks.rank[1])}_0.distcp")
     content = bytearray(file.read_bytes())
     begin, length = chunks.item[1].tolist()
     content[begin : begin + length] = bytes(length)
     file.write_bytes(content)
-    fsdpckpt.convert(str(damaged), str(tmp_path / "optim"), to="sharded", only="optim")
-    with pytest.raises(SourceCorruptError, match="w5"):
-        fsdpckpt.convert(str(damaged), str(tmp_path / "model"), to="sharded", only="model")
+    fsdpckpt.convert("damaged", "optim", to="sharded", only="optim")
+    refused(SourceCorruptError, "w5", "damaged", "model", to="sharded", only="model")
 
 
-def test_rows_that_the_metadata_get_wrong_are_those_of_the_items(tmp_path: Path) -> None:
+def test_rows_that_the_metadata_get_wrong_are_those_of_the_items() -> None:
     """FSDP2 over tensor parallelism with uneven rows: all items are opened then."""
     weights = {"a": torch.randn(7, 2), "b": torch.randn(5, 3)}
-    save_as_ranks(tmp_path / "source", lambda _: {"model": shard_rows_twice(weights, 2, 2), "other": {}}, 4)
-    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "a.pt"), to="full", include=("a*",), only="model")
-    found = torch.load(tmp_path / "a.pt", weights_only=True)
-    assert {name: value.tolist() for name, value in found.items()} == {"a.weight": weights["a"].tolist()}
-    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "b"), to="sharded", include=("a*",), only="model")
-    fsdpckpt.convert(str(tmp_path / "b"), str(tmp_path / "b.pt"), to="full")
-    again = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert [value.tolist() for value in again.get("model", again).values()] == [weights["a"].tolist()]
+    save_as_ranks(Path("source"), lambda _: {"model": shard_rows_twice(weights, 2, 2), "other": {}}, 4)
+    found = converted("source", "a.pt", to="full", include=("a*",), only="model")
+    fsdpckpt.convert("source", "b", to="sharded", include=("a*",), only="model")
+    again = converted("b", "b.pt", to="full", only="model")
+    for each in (found, again):
+        require_identical(dict(each), {"a.weight": weights["a"]})
 
 
 @pytest.mark.parametrize("take", [{"only": "model"}, {"include": ("w5*",)}])
-def test_master_weights_are_proved_by_their_bytes(take: dict[str, Any], tmp_path: Path) -> None:
+def test_master_weights_are_proved_by_their_bytes(take: dict[str, Any]) -> None:
     """What ties them to parameters are the copies, which are not taken; they lie in another order than the model."""
     masters = {name: torch.randn(9, 3) for name in WEIGHTS}
     model = {name: weight.bfloat16() for name, weight in masters.items()}
@@ -136,14 +127,13 @@ def test_master_weights_are_proved_by_their_bytes(take: dict[str, Any], tmp_path
         "param_groups": [{"lr": 0.5, "params": [0, 1, 2]}],
     }
     saved: dict[str, Any] = {"model": model, "optimizer": {"optimizer": inner, "fp32_from_fp16_params": [listed]}}
-    dcp.save(saved, checkpoint_id=tmp_path / "source", no_dist=True)
-    fsdpckpt.convert(tmp_path / "source", tmp_path / "a.pt", to="full", **take)
-    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    dcp.save(saved, checkpoint_id="source", no_dist=True)
+    found = converted("source", "a.pt", to="full", **take)
     for name, weight in found.get("model", found).items():
         assert identical(weight, masters[name])
 
 
-def test_all_items_are_opened_of_what_a_reader_joins(tmp_path: Path) -> None:
+def test_all_items_are_opened_of_what_a_reader_joins() -> None:
     """Megatron FSDP separates the gate of SwiGLU from the value: the joined weight begins with the items of one."""
     halves = {"_w": torch.randn(6, 3), "_v": torch.randn(6, 3)}
     root = {"args": {}, "checkpoint_version": 3.0}
@@ -155,15 +145,12 @@ def test_all_items_are_opened_of_what_a_reader_joins(tmp_path: Path) -> None:
         settings = {"module.0.mlp.linear_fc1.weight": {"lr": 0.5}}
         return {**root, "model": model, "optimizer": {"state": state, "param_to_group_meta": settings}}
 
-    save_as_ranks(tmp_path / "source", of_rank, RANKS)
-    joined = torch.cat(list(halves.values())).tolist()
-    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "model.pt"), to="full", only="model")
-    model = torch.load(tmp_path / "model.pt", weights_only=True)
+    save_as_ranks(Path("source"), of_rank, RANKS)
     fc1 = "0.mlp.linear_fc1.weight"
-    assert model[fc1].tolist() == joined
-    fsdpckpt.convert(str(tmp_path / "source"), str(tmp_path / "one.pt"), to="full", only="optim", include=(fc1,))
-    states = torch.load(tmp_path / "one.pt", weights_only=True)["state"]
-    assert identical(states[fc1]["exp_avg"], model[fc1] * 2)
+    model = converted("source", "model.pt", to="full", only="model")
+    assert identical(model[fc1], torch.cat(list(halves.values())))
+    one = converted("source", "one.pt", to="full", only="optim", include=(fc1,))
+    assert identical(states(one)[fc1]["exp_avg"], model[fc1] * 2)
 
 
 def test_a_tensor_is_chosen_by_any_of_its_items() -> None:
