@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import fsdpckpt
 from fsdpckpt.cli.convert import done_lines
 from fsdpckpt.converters.output.overwrite import find_replaceable
 from fsdpckpt.errors import SourceError, TargetExistsError, UsageError
 from fsdpckpt.storage import staging
-from tests.makers import Make, dcp_of, files, lose, together
+from tests.makers import Change, Make, add_copy, dcp_of, files, lose, safetensors, together
 
 
 def state(seed: int = 1) -> dict[str, dict[str, torch.Tensor]]:
@@ -251,41 +250,36 @@ LINKED = ["directory", "one file of it", "behind a link to a directory", "not re
 @pytest.mark.parametrize("kind", LINKED)
 def test_a_source_of_links_into_dst_is_not_deleted_with_it(tmp_path: Path, kind: str) -> None:
     source, target = tmp_path / "source", tmp_path / "theirs" / ("x.pt" if kind == "DST a file" else "out")
-    source.mkdir()
-    target.parent.mkdir()
     options: dict[str, Any] = {"to": "full" if target.suffix else "sharded", "overwrite": True}
-    if kind == "shard of an index":
-        safetensors = pytest.importorskip("safetensors.torch")
-        target.mkdir()
-        safetensors.save_file(state()["model"], target / "model-00001-of-00001.safetensors")
-        index = {"weight_map": dict.fromkeys(state()["model"], "model-00001-of-00001.safetensors")}
-        (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif kind == "DST a file":
+    folder = tmp_path / "elsewhere" if kind == "behind a link to a directory" else source
+    for each in {source, folder, target.parent}:
+        each.mkdir()
+    given = source
+    if kind == "DST a file":
         torch.save(state(), target)
+    elif kind == "shard of an index":
+        shard = "model-00001-of-00001.safetensors"
+        make_in(target, safetensors(shard, state()["model"]))
+        given = source / "model.safetensors.index.json"
+        given.write_text(json.dumps({"weight_map": dict.fromkeys(state()["model"], shard)}))
     else:
-        dcp.save(state() | {"optimizer": {"state": {}, "param_groups": []}}, checkpoint_id=target, no_dist=True)
-    folder = source
-    if kind == "behind a link to a directory":
-        folder = tmp_path / "elsewhere"
-        folder.mkdir()
+        make_in(target, dcp_of(state() | {"optimizer": {"state": {}, "param_groups": []}}))
+    if folder != source:
         (source / "dcp").symlink_to(folder)
-    for file in [target] if target.is_file() else target.iterdir():
-        (folder / file.name).symlink_to(file)
-    if kind == "one file of it":
-        (source / ".metadata").unlink()
-        shutil.copy(target / ".metadata", source)
-    elif kind == "not read":
-        for name in os.listdir(source):
-            (source / name).unlink()
+    if kind == "not read":
         torch.save(state(), source / "model.pt")
         (source / "older").symlink_to(target)
         options["ignore_file"] = ("older",)
-    if kind == "shard of an index":
-        source /= "model.safetensors.index.json"
+    else:
+        for file in [target] if target.is_file() else target.iterdir():
+            (folder / file.name).symlink_to(file)
+    if kind == "one file of it":
+        (source / ".metadata").unlink()
+        shutil.copy(target / ".metadata", source)
     before = everything(tmp_path)
     for dry_run in (True, False):
         with pytest.raises(UsageError, match="would delete data of the source, which has links into it") as error:
-            fsdpckpt.convert(source, target, dry_run=dry_run, **options)
+            fsdpckpt.convert(given, target, dry_run=dry_run, **options)
         assert all(str(target) in detail for detail in error.value.details)
         assert everything(tmp_path) == before
 
@@ -318,21 +312,6 @@ def test_a_link_as_dst_stays_and_what_it_leads_to_is_replaced(source: Path, tmp_
     assert sorted(tmp_path.iterdir()) == sorted([source, real, link])
 
 
-@pytest.mark.parametrize("torn", ["metadata", "data", "both"])
-def test_a_torn_directory_of_our_own_is_replaced(source: Path, tmp_path: Path, torn: str) -> None:
-    target = tmp_path / "out"
-    fsdpckpt.convert(source, target, to="sharded", world_size=2)
-    if torn != "data":
-        os.truncate(target / ".metadata", 100)
-    if torn != "metadata":
-        (target / "__1_0.distcp").unlink()
-        os.truncate(target / "__0_0.distcp", 10)
-    with pytest.raises(SourceError):
-        fsdpckpt.inspect(target)
-    fsdpckpt.convert(source, target, to="sharded", world_size=2, overwrite=True)
-    assert fsdpckpt.verify(target).whole
-
-
 def test_a_manifest_does_not_cover_what_was_put_beside_the_files_that_it_lists(source: Path, tmp_path: Path) -> None:
     target = make_in(tmp_path / "out", OURS)
     for name in list(json.loads((target / "fsdpckpt.json").read_text())["files"]):
@@ -341,48 +320,56 @@ def test_a_manifest_does_not_cover_what_was_put_beside_the_files_that_it_lists(s
     assert refused(source, target).details == ("thesis.tex",)
 
 
-@pytest.mark.parametrize(
-    "kind", ["empty directory", "empty file", "file", "safetensors file", "damaged ours", "older DCP files"]
-)
-def test_an_older_checkpoint_or_nothing_is_replaced(source: Path, tmp_path: Path, kind: str) -> None:
-    target = tmp_path / {"file": "out.pt", "empty file": "out.pt", "safetensors file": "out.safetensors"}.get(
-        kind, "out"
-    )
-    if kind == "empty directory":
-        target.mkdir()
-    elif kind == "empty file":
+def cut_to(name: str, nbytes: int) -> Change:
+    return lambda target: os.truncate(target / name, nbytes)
+
+
+TORN_METADATA, TORN_DATA = cut_to(".metadata", 100), together(lose("__1_0.distcp"), cut_to("__0_0.distcp", 10))
+JUNK = [".DS_Store", ".nfs00000000a1b2c3d400000001"]  # what macOS and NFS leave
+REPLACED: dict[str, Make] = {
+    "an empty directory": files({}),
+    "ours without a file": together(OURS, lose("__1_0.distcp")),
+    "files of an older DCP directory": together(OURS, add_copy("__1_0.distcp", "__7_0.distcp")),
+    "torn metadata": together(OURS, TORN_METADATA),
+    "torn data": together(OURS, TORN_DATA),
+    "all torn": together(OURS, TORN_METADATA, TORN_DATA),
+    **{
+        f"{name} in {kind}": together(make, files({name: b"left behind"}))
+        for name in JUNK
+        for kind, make in (("DCP", CHECKPOINTS["DCP"]), ("ours", OURS), ("nothing", files({})))
+    },
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_an_older_checkpoint_a_torn_one_of_our_own_or_nothing_is_replaced(
+    source: Path, tmp_path: Path, kind: str
+) -> None:
+    target = make_in(tmp_path / "out", REPLACED[kind])
+    if "torn" in kind:
+        with pytest.raises(SourceError):
+            fsdpckpt.inspect(target)
+    convert(source, target)
+    assert fsdpckpt.diff(source, target).same and fsdpckpt.verify(target).whole
+    assert sorted(os.listdir(target)) == [".metadata", "__0_0.distcp", "fsdpckpt.json"]
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_a_file_is_replaced_also_if_it_is_empty(source: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / name
+    if name == "out.pt":
         target.touch()
-    elif kind == "file":
+        convert(source, target)
         torch.save(state(2), target)
-    elif kind == "safetensors file":
-        fsdpckpt.convert(source, target)
     else:
-        fsdpckpt.convert(source, target, to="sharded", world_size=3)
-        if kind == "damaged ours":
-            (target / "__1_0.distcp").unlink()
-        else:
-            shutil.copy(target / "__1_0.distcp", target / "__7_0.distcp")
+        fsdpckpt.convert(source, target)
     convert(source, target)
     assert fsdpckpt.diff(source, target).same
-
-
-@pytest.mark.parametrize("name", [".DS_Store", ".nfs00000000a1b2c3d400000001"])
-@pytest.mark.parametrize("make", [CHECKPOINTS["DCP"], OURS, files({})], ids=["DCP", "ours", "nothing"])
-def test_what_nfs_and_macos_leave_in_a_checkpoint_is_replaced_with_it(
-    source: Path, tmp_path: Path, make: Make, name: str
-) -> None:
-    target = make_in(tmp_path / "out", make)
-    (target / name).write_bytes(b"left behind")
-    convert(source, target)
-    assert fsdpckpt.diff(source, target).same and not (target / name).exists()
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_an_empty_directory_is_as_good_as_none(source: Path, tmp_path: Path, overwrite: bool) -> None:
-    target = tmp_path / "out"
-    target.mkdir()
-    report = fsdpckpt.convert(source, target, to="sharded", overwrite=overwrite)
-    assert fsdpckpt.diff(source, target).same
+    report = fsdpckpt.convert(source, make_in(tmp_path / "out", files({})), to="sharded", overwrite=overwrite)
     assert not report.replaced and os.listdir(tmp_path).count("out") == 1
 
 
