@@ -157,8 +157,3 @@ def test_wrong_keywords_and_values_are_usage_errors(
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = fsdpckpt.nonsense  # type: ignore[attr-defined]
-
-
-def test_a_dtype_may_be_torchs_own(saved: Path, tmp_path: Path) -> None:
-    report = fsdpckpt.convert(saved, tmp_path / "half.pt", only="model", dtype=torch.bfloat16)
-    assert any("to bfloat16" in note.message for note in report.notes)

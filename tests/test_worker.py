@@ -160,6 +160,9 @@ class Heard:
 def test_progress_of_a_worker_reaches_whoever_started_it(tmp_path) -> None:
     heard = Heard()
     path = str(tmp_path / "progress")
+    with follow_progress(path, heard):
+        assert heard.events == [], "nothing is heard of a worker that says nothing"
+    assert heard.events == []
     with follow_progress(path, heard), ProgressPipe(path) as progress:
         progress.begin("copy \N{SNOWMAN}", 1000)
         for _ in range(100):
@@ -168,13 +171,6 @@ def test_progress_of_a_worker_reaches_whoever_started_it(tmp_path) -> None:
     assert heard.events[0] == ("begin", "copy \N{SNOWMAN}", 1000)
     assert heard.events[-1] == ("end",)
     assert sum(int(event[1]) for event in heard.events if event[0] == "advance") == 1000  # type: ignore[call-overload]
-
-
-def test_nothing_is_heard_of_a_worker_that_says_nothing(tmp_path) -> None:
-    heard = Heard()
-    with follow_progress(str(tmp_path / "progress"), heard):
-        pass
-    assert heard.events == []
 
 
 def test_the_requests_of_launchers_that_were_killed_are_removed_and_those_of_others_stay(

@@ -165,12 +165,6 @@ def test_statistics_of_folded_keys_are_those_of_all_elements() -> None:
     assert joined_stats([(nothing, 4), (nothing, 4)]) == dataclasses.replace(nothing, nan=8)
 
 
-def test_a_pipe_gets_every_key() -> None:
-    description = described(llama(3))
-    lines, _ = listing(description, ranks=False, unfold=True, columns=None)
-    assert [line.split()[1] for line in lines[1:]] == [named.key for named in description.tensors]
-
-
 def test_states_that_differ_from_their_parameters_are_told() -> None:
     params = {f"layers.{n}.weight": tensor((4, 3)) for n in range(4)}
     description = described(params)

@@ -105,15 +105,12 @@ def test_a_bar_stays_on_one_line_of_80_columns(monkeypatch: pytest.MonkeyPatch) 
     assert all(frame.startswith("verify ") and len(frame) <= 80 for frame in told), told
 
 
-def test_quiet_keeps_data_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_keeps_data_and_errors_and_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     output = Streams(as_json=False, quiet=True)
     output.message("message")
     output.data(["data"])
     output.error(["error"])
     assert capsys.readouterr() == ("data\n", "error\n")
-
-
-def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     output = Streams(as_json=True, quiet=False)
     output.data(["data"])
     output.document(lambda: {"key": "é"})

@@ -81,6 +81,8 @@ def test_a_model_on_the_meta_device_gives_a_table(run: Run) -> None:
         ["outer.inner._flat_param", "full-shard", "6", "-", "186", "float32", "bfloat16"],
     ]
     assert "built by tests.oracle.flat_models:Nested on the meta device" in lines
+    done = run("units", *MODEL, *WRAP)
+    assert done.code == 0 and "use_orig_params=False, FSDP's own default" in done.out
 
 
 def test_json_is_the_units_file_and_output_writes_it(run: Run, tmp_path: Path) -> None:
@@ -212,9 +214,3 @@ def test_a_checkpoint_alone_does_not_show_what_was_wrapped(run: Run, trained: tu
     done = run("units", "--from", ranks, "--reference", reference, "--json")
     assert done.code == 4
     assert "--unit" in json.loads(done.out)["error"]["next_step"]
-
-
-def test_a_model_alone_is_flattened_as_fsdp_does_by_default(run: Run) -> None:
-    done = run("units", *MODEL, *WRAP)
-    assert done.code == 0
-    assert "use_orig_params=False, FSDP's own default" in done.out

@@ -74,9 +74,3 @@ def test_in_python_each_warning_is_issued_once(state: Path, tmp_path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fsdpckpt.convert(state, tmp_path / "same").warnings == ()
-
-
-def test_the_errors_that_a_script_catches_are_at_the_top(tmp_path: Path) -> None:
-    with pytest.raises(fsdpckpt.SourceMissingError) as raised:
-        fsdpckpt.inspect(tmp_path / "missing")
-    assert isinstance(raised.value, fsdpckpt.SourceError) and isinstance(raised.value, fsdpckpt.FsdpckptError)

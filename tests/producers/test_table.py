@@ -9,7 +9,7 @@ import pytest
 
 from fsdpckpt.converters.target.layout import choose_layout
 from fsdpckpt.errors import UsageError
-from fsdpckpt.ir.checkpoint import Container, Layout, ModelState
+from fsdpckpt.ir.checkpoint import Layout, ModelState
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import Form, RankFileName
 from fsdpckpt.producers.recognition import export_files, flavor_named, recognise
@@ -141,13 +141,6 @@ def test_what_a_producer_does_not_save_is_refused(target: str, options: dict[str
 def test_a_world_of_one_has_the_trainers_single_name() -> None:
     kind = RankFileName("rng_state_{rank}.pth", single="rng_state.pth")
     assert (kind.of(0, 1), kind.of(3, 8)) == ("rng_state.pth", "rng_state_3.pth")
-
-
-def test_containers_of_sections_may_differ_within_one_form() -> None:
-    accelerate = flavor_named("accelerate")
-    assert accelerate is not None
-    local = next(form for form in accelerate.forms if form.layout is Layout.FLATTENED)
-    assert local.container is Container.TORCH and local.optim is not None and local.optim.container is Container.DCP
 
 
 def test_every_framework_that_is_written_says_how_its_user_loads_it() -> None:
