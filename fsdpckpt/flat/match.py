@@ -8,26 +8,26 @@ search or guess; ``units.inference`` tries several units with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from fsdpckpt.flat.division import Lengths, Listed, UndividedError, divide
+from fsdpckpt.flat.laid_out import LaidOutUnits
+from fsdpckpt.flat.member_names import MemberNames
 from fsdpckpt.flat.names import first_misplaced_module, order_contradictions
 from fsdpckpt.flat.slices import (
     is_number_per_rank,
     is_sliced,
     is_step,
-    lengths_by_key,
     lengths_text,
     slice_lengths,
     tensor_text,
 )
 from fsdpckpt.ir.checkpoint import Checkpoint, Container
 from fsdpckpt.ir.names import clean, keeps_order
-from fsdpckpt.ir.optimizer import Optimizer, ParamGroup, ParamKey
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.placements import OneSlice, Slices
 from fsdpckpt.ir.state_parts import state_parts
@@ -35,7 +35,7 @@ from fsdpckpt.ir.state_shapes import ShownShapes, fits
 from fsdpckpt.ir.tensors import Int64Array, Tensor
 from fsdpckpt.ir.units import FLAT_PARAM, Unit, Units
 from fsdpckpt.ir.values import Value
-from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key, place_units
+from fsdpckpt.layouts.flattened import FlatLayout, is_flat_key
 from fsdpckpt.text import plural
 
 
@@ -72,60 +72,61 @@ class Mismatch:
 
 def match(checkpoint: Checkpoint, units: Units) -> FlatMatch | Mismatch:
     """Map every key of ``checkpoint`` according to ``units``, or list everything that contradicts them."""
-    matching = _Matching(checkpoint, units)
-    contradictions = tuple(matching.contradictions())
+    contradictions = list(_other_ranks(checkpoint.world_size, units))
+    shard_size = units.shard_size or checkpoint.world_size
+    if checkpoint.world_size % shard_size:
+        return Mismatch(tuple(contradictions))  # nothing can be laid out
+    laid_out = LaidOutUnits.of(units, checkpoint.world_size)
+    matching = _Matching(checkpoint, laid_out)
+    contradictions += matching.contradictions()
     if contradictions:
-        undivided = matching.undivided if len(contradictions) == 1 else None
-        return Mismatch(contradictions, matching.uncompared, undivided)
+        undivided = matching.members.undivided if len(contradictions) == 1 else None
+        return Mismatch(tuple(contradictions), matching.uncompared, undivided)
+    named_groups = matching.members.named_groups
     return FlatMatch(
-        units if matching.named_groups is None else units.with_groups(matching.named_groups),
+        units if named_groups is None else units.with_groups(named_groups),
         matching.keys,
-        matching.layouts,
-        matching.shard_size,
-        matching.counts,
+        laid_out.layouts,
+        shard_size,
+        laid_out.counts,
         matching.flat_optimizer,
         tuple(matching.proved),
     )
 
 
+def _other_ranks(world_size: int, units: Units) -> Iterator[str]:
+    """Why units cannot be those of a checkpoint of ``world_size`` ranks."""
+    if units.world_size is not None and units.world_size != world_size:
+        yield f"the units were recorded on {units.world_size} ranks, the checkpoint has {world_size}"
+    if units.shard_size and world_size % units.shard_size:
+        groups = plural(units.shard_size, "rank")
+        yield f"sharding groups of {groups} do not divide {plural(world_size, 'rank')}"
+
+
 class _Matching:
     """One comparison; ``contradictions`` fills the attributes for ``FlatMatch``."""
 
-    def __init__(self, checkpoint: Checkpoint, units: Units) -> None:
+    def __init__(self, checkpoint: Checkpoint, laid_out: LaidOutUnits) -> None:
         self.checkpoint = checkpoint
-        self.units = units
-        self.world_size = checkpoint.world_size
-        self.shard_size = units.shard_size or self.world_size
-        self.params = units.params()
-        self.sharded = units.unit_of()
-        self.by_key = {unit.key: unit for unit in units.units}
-        self.layouts: dict[str, FlatLayout] = {}
-        self.counts: dict[str, Int64Array] = {}
+        self.units = laid_out.units
+        self.world_size = laid_out.world_size
+        self.shard_size = laid_out.units.shard_size or laid_out.world_size
+        self.params = laid_out.params
+        self.sharded = laid_out.unit_of
+        self.by_key = laid_out.by_key
+        self.layouts = laid_out.layouts
+        self.counts = laid_out.counts
+        self.members = MemberNames(checkpoint, laid_out)
         self.keys: dict[ParamKey, str] = {}
-        self.named_groups: tuple[tuple[str, ...], ...] | None = None
         self.proved: list[str] = []
         self.uncompared = 0
-        self.undivided: str | None = None
-        self.flat_optimizer = is_sliced(checkpoint, units)
+        self.flat_optimizer = is_sliced(checkpoint, laid_out.units)
 
     def contradictions(self) -> Iterator[str]:
-        saved_on = self.units.world_size
-        if saved_on is not None and saved_on != self.world_size:
-            yield f"the units were recorded on {saved_on} ranks, the checkpoint has {self.world_size}"
-        if self.world_size % self.shard_size:
-            groups = plural(self.shard_size, "rank")
-            yield f"sharding groups of {groups} do not divide {plural(self.world_size, 'rank')}"
-            return
-        self._lay_out()
         if self.checkpoint.model is not None:
             yield from self._model(self.checkpoint.model.params)
         if self.checkpoint.optim is not None:
             yield from self._optimizer(self.checkpoint.optim)
-
-    def _lay_out(self) -> None:
-        for placed in place_units(self.units, self.world_size):
-            self.layouts[placed.unit.key] = placed.layout
-            self.counts.update(zip(placed.unit.names, placed.layout.counts(), strict=True))
 
     # The model.
 
@@ -220,12 +221,9 @@ class _Matching:
                 "file beside the rank files, as units.json"
             )
             return
-        if optim.key_type == "name":
-            yield from self._by_name(optim)
-        elif optim.groups is None:
-            yield from self._ungrouped(optim)
-        else:
-            yield from self._by_id(optim)
+        yield from self.members.contradictions(optim)
+        self.keys.update(self.members.keys)
+        self.proved += self.members.proved
         listed = set(optim.grouped_keys())
         compared = 0
         for key, states in optim.state.items():
@@ -315,163 +313,6 @@ class _Matching:
             and bool((leaf.chunks.size[:, 0] == param.shape[0]).all())
         )
 
-    # The keys of the optimizer.
-
-    def _by_name(self, optim: Optimizer) -> Iterator[str]:
-        with_flat_params = [*self.by_key, *(param.name for param in self.units.unmanaged)]
-        possible = dict.fromkeys(self.params if self.units.use_orig_params else with_flat_params)
-        listed = optim.grouped_keys()
-        for key in dict.fromkeys([*optim.state, *listed]):
-            if clean(str(key)) in possible:
-                self.keys[key] = clean(str(key))
-            elif key in listed:
-                yield f"optim: the groups list {key}, which the units do not have"
-
-    def _ungrouped(self, optim: Optimizer) -> Iterator[str]:
-        order = self.units.id_order()
-        self.keys.update({key: order[key] for key in optim.state if isinstance(key, int) and key < len(order)})
-        yield from (
-            f"optim {key}: the units have {plural(len(order), 'parameter')}"
-            for key in optim.state
-            if key not in self.keys
-        )
-
-    def _by_id(self, optim: Optimizer) -> Iterator[str]:
-        ids = optim.in_groups()
-        named = all(group.names() for group in optim.groups or ())
-        known = named or self.units.of_one_optimizer or self._lists_all(optim)
-        shares = self.checkpoint.beside and not known
-        sizes = list(map(len, ids))
-        names = self._share(optim) if shares else self._groups(sizes, optim.groups or ())
-        if isinstance(names, str):
-            yield names
-            return
-        for number, (listed, members) in enumerate(zip(ids, names, strict=True)):
-            if self._lacks_unmanaged(listed, members):
-                self.keys.update((key, self.units.id_order()[key]) for key in listed if isinstance(key, int))
-                continue
-            if len(listed) != len(members):
-                yield f"param group {number} lists {plural(len(listed), 'parameter')}, the units have {len(members)}"
-                return
-            self.keys.update(zip(listed, members, strict=True))
-        yield from self._compare_param_names(optim)
-
-    def _lacks_unmanaged(self, listed: Sequence[ParamKey], members: Sequence[str]) -> bool:
-        """Whether a group lists all of ``members``, by id, except unmanaged parameters that have no entry."""
-        order = self.units.id_order()
-        ids = [key for key in listed if isinstance(key, int) and key < len(order)]
-        absent = set(members) - {order[key] for key in ids}
-        return len(ids) == len(listed) < len(members) and absent <= {param.name for param in self.units.unmanaged}
-
-    def _groups(self, lengths: Sequence[int], groups: Sequence[ParamGroup]) -> Sequence[Sequence[str]] | str:
-        """The keys of each param group, or why they are not known."""
-        if self.units.groups is not None:
-            if len(self.units.groups) != len(lengths):
-                return f"the optimizer has {len(lengths)} param groups, the units have {len(self.units.groups)}"
-            return self.units.groups
-        listed = [group.names() for group in groups]
-        if all(listed):
-            named = tuple(tuple(map(clean, names)) for names in listed)
-            unknown = next((name for name in chain(*named) if name not in self.units.rows_of), None)
-            if unknown is not None:  # a flat parameter that such units do not have, or the name of another model
-                return f"a param group lists {unknown}, which no optimizer of these units holds"
-            self.named_groups = named
-            return named
-        if len(lengths) > 1:
-            return (
-                f"the optimizer has {len(lengths)} param groups, and the units do not say which parameters are in which"
-            )
-        order = self.units.optimizer_keys()
-        trained = tuple(key for key in order if self._requires_grad(key))
-        return [order if lengths[0] == len(order) else trained]
-
-    def _lists_all(self, optim: Optimizer) -> bool:
-        """Whether ``optim`` lists as many parameters as the model has: the others are then of other models."""
-        order = self.units.optimizer_keys()
-        return len(optim.grouped_keys()) in (len(order), sum(map(self._requires_grad, order)))
-
-    def _share(self, optim: Optimizer) -> Sequence[Sequence[str]] | str:
-        """The keys of each param group of ``optim``, one of several optimizers of the model, or why they are not
-        known.
-        """
-        every = (optim, *self.checkpoint.beside)
-        lists = [self._listed(each) for each in every]
-        recorded = [number for number, listed in enumerate(lists) if listed and self._are_recorded(listed)]
-        if recorded == [0]:
-            return self.units.groups or ()
-        left = dict.fromkeys(self.units.optimizer_keys())
-        for number, (each, listed) in enumerate(zip(every, lists, strict=True)):
-            if recorded == [number]:
-                named = list(chain(*(self.units.groups or ())))
-            else:
-                named = [] if listed else [clean(str(name)) for name in _listed_names(each)]
-            for name in named:
-                left.pop(name, None)
-        by_id = [listed for number, listed in enumerate(lists) if recorded != [number]]
-        lengths = {key: tuple(self._lengths(key).tolist()) for key in left}
-        frozen = frozenset(key for key in left if not self._requires_grad(key))
-        try:
-            found = divide(lengths, list(chain(*by_id)), frozen)
-        except UndividedError as error:
-            self.undivided = str(error)
-            return f"the units do not say which optimizer holds which parameter: {error}"
-        self.named_groups = found.names[: len(lists[0])]
-        how = "in the order of the model" if found.by_order else "which differ from all others"
-        self.proved.append(
-            f"{len(every)} optimizers share {plural(len(lengths), 'parameter')}: each was found by the lengths of its "
-            f"slices, {how}"
-        )
-        return self.named_groups
-
-    def _listed(self, optim: Optimizer) -> list[Listed]:
-        """The lengths of what each param group of ``optim`` lists; none if it gives names."""
-        if optim.key_type == "name" or all(group.names() for group in optim.groups or ()):
-            return []
-        rows = lengths_by_key(optim, self.world_size)
-        lengths = {key: _by_rank(rows.get(key)) for key in optim.grouped_keys()}
-        return [list(map(lengths.__getitem__, keys)) for keys in optim.in_groups()]
-
-    def _are_recorded(self, lists: Sequence[Listed]) -> bool:
-        """Whether the groups of the units may be these."""
-        groups = self.units.groups
-        if groups is None or [len(group) for group in groups] != [len(listed) for listed in lists]:
-            return False
-        pairs = zip(chain(*groups), chain(*lists), strict=True)
-        return all(lengths in (None, tuple(self._lengths(key).tolist())) for key, lengths in pairs)
-
-    def _lengths(self, key: str) -> Int64Array:
-        """The number of elements each rank holds of a parameter or a flat parameter."""
-        if key in self.by_key:
-            return np.full(self.world_size, self.layouts[key].shard_numel, np.int64)
-        if key in self.sharded:
-            return np.resize(self.counts[key], self.world_size)
-        return np.full(self.world_size, self.params[key].numel, np.int64)
-
-    def _requires_grad(self, key: str) -> bool:
-        return self.by_key[key].requires_grad if key in self.by_key else self.params[key].requires_grad
-
-    def _compare_param_names(self, optim: Optimizer) -> Iterator[str]:
-        names = {*self.by_key, *self.params}
-        compared = 0
-        for group, keys in zip(optim.groups or (), optim.in_groups(), strict=False):
-            for key, name in zip(keys, group.names(), strict=False):
-                compared += 1
-                if clean(name) not in names:
-                    yield f"param_names: {clean(name)} is not among the units' parameters"
-                elif self.keys[key] != clean(name):
-                    yield f"optim {key} is {clean(name)} in param_names, {self.keys[key]} in the units"
-        if compared:
-            self.proved.append(f"{compared} param_names of the groups agree with the units")
-
 
 def _missing_names(names: Iterable[str], present: Collection[str]) -> Iterator[str]:
     return (f"{name} is in the units, not in the model section" for name in names if name not in present)
-
-
-def _listed_names(optim: Optimizer) -> Sequence[ParamKey]:
-    """The names that the groups of ``optim`` give, else its keys."""
-    return [name for group in optim.groups or () for name in group.names()] or optim.grouped_keys()
-
-
-def _by_rank(lengths: Int64Array | None) -> Lengths | None:
-    return None if lengths is None else tuple(lengths.tolist())
