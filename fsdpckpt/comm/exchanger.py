@@ -69,14 +69,24 @@ def exchange(
         exchanger.check(sends, receives)
         exchanger.to_itself(sends.get(group.rank, 0), read, write)
         exchanger.run(
-            SendRecv(
-                {to: sends[to] for to, _ in pairs if sends.get(to)},
-                {source: receives[source] for _, source in pairs if receives.get(source)},
-                read,
-                write=write,
-            )
-            for pairs in exchanger.pairs_at_once()
+            SendRecv(*of_pairs(pairs, sends, receives), read, write=write) for pairs in exchanger.pairs_at_once()
         )
+
+
+def of_pairs(
+    pairs: Iterable[tuple[int, int]], sends: Mapping[int, int], receives: Mapping[int, int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """What is sent to the first of each pair of peers, and what is received from the second; not of peers without
+    bytes.
+    """
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for to, source in pairs:
+        if sends.get(to):
+            sent[to] = sends[to]
+        if receives.get(source):
+            received[source] = receives[source]
+    return sent, received
 
 
 @dataclass(frozen=True, slots=True)

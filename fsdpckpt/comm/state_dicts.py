@@ -132,7 +132,10 @@ def _transfer(
 ) -> None:
     local = [{held.box: held.data for held in each.local_boxes} for each in sharded]
     outgoing = Stream([local[part.index][part.box] for part in sends[group.rank]])
-    into = [Stream([view_of(whole[part.index], part.box) for part in parts]) if whole else None for parts in sends]
+    into: list[Stream | None] = [None] * len(sends)  # by sender
+    if whole:
+        for sender, parts in enumerate(sends):
+            into[sender] = Stream([view_of(whole[part.index], part.box) for part in parts])
     on_device = on_group_device(group, [*whole, *(data for boxes in local for data in boxes.values())])
 
     def read(_: int, offset: int, buffer: torch.Tensor) -> None:
@@ -148,10 +151,10 @@ def _transfer(
             for box, data in boxes.items():
                 view_of(tensor, box).copy_(data)
         if to is None:
-            sizes = [
-                stream_nbytes([(part.box.sizes, sharded[part.index].tensor.dtype.itemsize) for part in parts])
-                for parts in sends
-            ]
+            sizes: list[int] = []
+            for parts in sends:
+                boxes_of_sender = [(part.box.sizes, sharded[part.index].tensor.dtype.itemsize) for part in parts]
+                sizes.append(stream_nbytes(boxes_of_sender))
             spread(group, sizes=sizes, read=read, write=write, budget=budget, on_device=on_device, name="gather")
             return
         exchange(
@@ -288,7 +291,9 @@ def _destinations(
             if has_values and tensor.is_meta:
                 raise UsageError("a tensor on the meta device has no values", next_step="load or initialize it first")
             target = (device or tensor.device) if shape else torch.device("cpu")
-            chosen = (placements(key, shape) if callable(placements) else placements) if shape else None
+            chosen = None  # a tensor without dimensions is on every rank
+            if shape:
+                chosen = placements(key, shape) if callable(placements) else placements
             if key in templates:
                 destination = destination_like(templates[key], key, target)
             elif mesh is not None and chosen is not None:

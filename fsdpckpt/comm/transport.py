@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -62,10 +63,9 @@ class TransferBuffers:
         self.piece = size if piece is None or not self._staged else piece
         if not self._staged:
             return
-        self._to_send, self._received = (
-            [torch.empty(self.piece, dtype=torch.uint8, pin_memory=True) for _ in range(number)]
-            for number in (to_send, received)
-        )
+        pinned = partial(torch.empty, self.piece, dtype=torch.uint8, pin_memory=True)
+        self._to_send = [pinned() for _ in range(to_send)]
+        self._received = [pinned() for _ in range(received)]
         self._next = 0  # of the pieces to send
         self._outgoing, self._incoming = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
-from fsdpckpt.comm.exchanger import Exchanger, SendRecv
+from fsdpckpt.comm.exchanger import Exchanger, SendRecv, of_pairs
 from fsdpckpt.comm.protocol import Group
 from fsdpckpt.errors import InternalError, WorkerError
 from fsdpckpt.execute.checks import Part, SourceCheck, combine
@@ -83,16 +83,8 @@ class TransferRun:
     ) -> Iterator[SendRecv]:
         """What the ``peers`` exchange, those at once that can be, round by round."""
         for number in range(self._transfers.rounds):
-            sends, receives = (
-                _of_round(counts, number) for counts in (self._transfers.sends, self._transfers.receives)
-            )
-            counts = [
-                (
-                    {to: sends[to] for to, _ in pairs if to in sends},
-                    {source: receives[source] for _, source in pairs if source in receives},
-                )
-                for pairs in peers
-            ]
+            sends, receives = _of_round(self._transfers.sends, number), _of_round(self._transfers.receives, number)
+            counts = [of_pairs(pairs, sends, receives) for pairs in peers]
             used = [each for each in counts if any(each)]
             claim = partial(self.buffers.claim, number)
             for index, (sent, received) in enumerate(used):

@@ -115,14 +115,13 @@ def require_used(
     are not selected; ``sections``: those that there are.
     """
     numbers = {rule.number for rule in used}
-    unused = [
-        rule
-        for rule in layout_map.rules
-        if rule.number not in numbers
-        and not rule.optional
-        and (rule.section is None or rule.section in sections)
-        and not any(any(_matches(rule, name)) for name in left_out)
-    ]
+    unused: list[MapRule] = []
+    for rule in layout_map.rules:
+        may_stay_unused = rule.optional or (rule.section is not None and rule.section not in sections)
+        if rule.number in numbers or may_stay_unused:
+            continue
+        if not any(any(_matches(rule, name)) for name in left_out):
+            unused.append(rule)
     if not unused:
         return
     backwards = layout_map.inverse()

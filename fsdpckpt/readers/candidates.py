@@ -223,9 +223,12 @@ def _how_to_choose(source: str, what: str, candidates: Sequence[ReadPart], parts
         resumed = _of_framework(candidates, parts)
         if resumed is not None and not _has_one(resumed.origin.directory, candidates):
             return _leave_out_others(source, resumed, candidates)
-        turns = ([each, *(other for other in candidates if other is not each)] for each in candidates)
-        # A path with several of them would be refused again.
-        named = next((path for turn in turns if _has_one(path := _path_for_user(turn, parts), candidates)), named)
+        for each in candidates:
+            others = [other for other in candidates if other is not each]
+            path = _path_for_user([each, *others], parts)
+            if _has_one(path, candidates):  # a path with several of them would be refused again
+                named = path
+                break
     directories = [candidate.origin.directory for candidate in candidates]
     name_one = f"give the path of one of them, for example {shlex.quote(named)}"
     if posixpath.commonpath([directory or "." for directory in directories]) not in directories:

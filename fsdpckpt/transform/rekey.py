@@ -150,8 +150,11 @@ def _keeps_order(optim: Optimizer, names: NewKeys, order: ParameterOrder) -> boo
     place = _position(order)
     if place is None or order.groups is not None:
         return True
-    in_groups = ([place.get(str(names.get(key, key)), -1) for key in keys] for keys in optim.in_groups())
-    return all(places == sorted(places) for places in in_groups)
+    for keys in optim.in_groups():
+        places = [place.get(str(names.get(key, key)), -1) for key in keys]
+        if places != sorted(places):
+            return False
+    return True
 
 
 def _doubtful_places(checkpoint: Checkpoint, names: NewKeys) -> Note:

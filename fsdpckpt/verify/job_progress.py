@@ -155,10 +155,11 @@ def _other_rates(schedule: Mapping[object, object], optim: Optimizer) -> list[st
 
 def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
     """Whether each of ``rates`` is among ``others`` and the reverse, but for float32's rounding."""
-    pairs = ((rates, others), (others, rates))
-    return all(
-        any(math.isclose(rate, other, rel_tol=1e-6) for other in among) for these, among in pairs for rate in these
-    )
+    return all(_is_among(rate, others) for rate in rates) and all(_is_among(other, rates) for other in others)
+
+
+def _is_among(rate: float, rates: Sequence[float]) -> bool:
+    return any(math.isclose(rate, other, rel_tol=1e-6) for other in rates)
 
 
 def _numbers(values: Sequence[object]) -> list[float] | None:

@@ -213,7 +213,10 @@ def _is_instance(value: object, classes: Sequence[type], **attributes: object) -
 def chunks_of(scan: Scan) -> Columns:
     """The columns of all chunks, and their number of dimensions as ``ndim``; {} if there are none."""
     parts = scan.columns[CHUNK.name]
-    chunks = {name: _concatenate([part.pop(name) for part in parts]) for name in list(parts[0] if parts else ())}
+    names = list(parts[0]) if parts else []
+    chunks: Columns = {}
+    for name in names:  # pop: what is joined is not needed twice
+        chunks[name] = _concatenate([part.pop(name) for part in parts])
     if chunks:
         chunks["ndim"] = chunks.pop("start_ndim")
         if not np.array_equal(chunks["ndim"], chunks.pop("size_ndim")):

@@ -96,7 +96,8 @@ class Scanner:
         self._latest: dict[str, RecordForm] = {}
         self._shown: set[RecordForm] = set()  # those with an example
         self._known: dict[bytes, _Known] = {}
-        self._counts = {record.name: 0 for record in (*records, *(record.inner for record in records if record.inner))}
+        inner = [record.inner for record in records if record.inner]
+        self._counts = {record.name: 0 for record in (*records, *inner)}
         self._room = _MAX_REMEMBERED
         self._allowed = b""  # if not empty, the opcodes one of which must come next
         self._skipping = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 from fsdpckpt.readers.deepspeed.autoep import AutoExperts
 from fsdpckpt.readers.deepspeed.experts import Experts, is_of_experts
@@ -141,16 +141,17 @@ class _Columns:
             of_rank = [ranks[number] for number in members]
             flat = self._partitions(of_rank, [groups[number] for number in sorted(own)], sorted(own))
             names = {name: new for group in groups for name, new in experts.named(group, expert_rank).items()}
-            params: list[list[str]] = [[] for _ in groups]
-            slices: list[list[list[Slice]]] = [[[] for _ in groups] for _ in members]
-            for numbers, part, rows in ((shared, common, members), (sorted(own), flat, range(len(members)))):
-                for at, number in enumerate(numbers):
-                    params[number] = [names[name] for name in part.params[at]]
-                    for of, row in zip(slices, rows, strict=True):
-                        of[number] = [replace(each, name=names[each.name]) for each in part.slices[row][at]]
-            placed_in = FlatGroups(params, slices)
+            joined = _joined(
+                [
+                    _FlatTensors(shared, common, members),
+                    _FlatTensors(sorted(own), flat, range(len(members))),
+                ],
+                names,
+                flat_tensors=len(groups),
+                ranks=len(members),
+            )
             shapes = experts.shapes(groups, expert_rank)
-            columns.append(Column(file, model_rank, placed_in, shapes, _members_of(of_rank[0], placed_in)))
+            columns.append(Column(file, model_rank, joined, shapes, _members_of(of_rank[0], joined)))
         return columns
 
     def _partitions(
@@ -175,6 +176,28 @@ class _Columns:
         else:  # with it, DeepSpeed 0.19 computes its own record for the wrong order
             require_record(ranks, flat, numbers)
         return flat
+
+
+class _FlatTensors(NamedTuple):
+    """Some flat tensors of the ranks that have the same experts."""
+
+    numbers: Sequence[int]  # among all flat tensors
+    groups: FlatGroups
+    ranks: Sequence[int]  # the numbers of these ranks in ``groups``, which may have others
+
+
+def _joined(parts: Sequence[_FlatTensors], names: Mapping[str, str], *, flat_tensors: int, ranks: int) -> FlatGroups:
+    """All flat tensors of some ranks, in their order, from ``parts``. ``names``: what each parameter is called."""
+    params: list[list[str]] = [[] for _ in range(flat_tensors)]
+    slices: list[list[list[Slice]]] = []
+    for _ in range(ranks):
+        slices.append([[] for _ in range(flat_tensors)])
+    for part in parts:
+        for at, number in enumerate(part.numbers):
+            params[number] = [names[name] for name in part.groups.params[at]]
+            for of_rank, rank in zip(slices, part.ranks, strict=True):
+                of_rank[number] = [replace(each, name=names[each.name]) for each in part.groups.slices[rank][at]]
+    return FlatGroups(params, slices)
 
 
 def _members_of(rank: RankStates, flat: FlatGroups) -> list[list[str]]:
