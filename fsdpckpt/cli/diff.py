@@ -114,7 +114,8 @@ def _module_table(modules: Sequence[ModuleChange], kinds: Sequence[str], columns
     shown = [module for module in modules if not module.changes.keys().isdisjoint(kinds)]
     left = len(shown) - MAX_MODULES
     if left > 0:
-        furthest = sorted(shown, key=lambda module: -max(_distance(module, kind) for kind in kinds))[:MAX_MODULES]
+        by_distance = sorted(shown, key=lambda module: -max(_distance(module, kind) for kind in kinds))
+        furthest = by_distance[:MAX_MODULES]
         shown = [module for module in shown if module in furthest]
     rows: list[Sequence[Cell]] = []
     for module in shown:

@@ -149,6 +149,8 @@ def _meant_option(error: BaseException, unknown: str) -> str | None:
     if unknown == "--version":
         return to_copy("this shows the version", "fsdpckpt --version")
     command = getattr(getattr(error, "ctx", None), "command", None)
-    flags = [flag for param in getattr(command, "params", ()) for flag in (*param.opts, *param.secondary_opts)]
+    flags: list[str] = []
+    for param in getattr(command, "params", ()):
+        flags += (*param.opts, *param.secondary_opts)
     near = get_close_matches(unknown, flags, n=1, cutoff=NEAR)
     return f"did you mean {near[0]}?" if near else None

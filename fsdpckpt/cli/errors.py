@@ -215,7 +215,8 @@ def error_text(error: FsdpckptError) -> str:
     shown = "\n".join((error.what, *error.findings))
     for label, value in (("file", error.file), ("key", error.key), ("rank", error.rank)):
         text = without_credentials(str(value))
-        shown_already = _mentions(shown, text) or (label == "file" and text.rpartition("/")[2] in error.findings)
+        in_findings = label == "file" and text.rpartition("/")[2] in error.findings
+        shown_already = in_findings or _mentions(shown, text)
         if value is not None and not shown_already:  # once is enough
             lines.append(f"  {label}: {text}")
     shown_findings = error.shown_findings(MAX_DETAILS)

@@ -277,7 +277,8 @@ def _join_states(tensors: Sequence[NamedTensor]) -> list[ListedKey]:
     several: dict[tuple[object, ...], list[tuple[str | None, ListedKey]]] = {}
     for state, keyed in by_state.items():
         for row in _fold(keyed):
-            several.setdefault((row.key, row.dtype, row.shape, row.placement, row.count), []).append((state, row))
+            alike = (row.key, row.dtype, row.shape, row.placement, row.count)
+            several.setdefault(alike, []).append((state, row))
     joined: list[ListedKey] = []
     for members in several.values():
         states, rows = zip(*members, strict=True)

@@ -268,7 +268,8 @@ def _json(value: object) -> str:
 def _styled_text(lines: Iterable[Line], stream: TextIO | None) -> str:
     """The lines for ``stream``: with colours on a terminal, unless NO_COLOR is set."""
     environment = os.environ
-    colours = bool(environment.get("FORCE_COLOR")) or (_is_terminal(stream) and environment.get("TERM") != "dumb")
+    shows_colours = _is_terminal(stream) and environment.get("TERM") != "dumb"
+    colours = bool(environment.get("FORCE_COLOR")) or shows_colours
     colours = colours and not environment.get("NO_COLOR")
     parts = []
     for line in lines:

@@ -348,6 +348,7 @@ def spread(
             if source == group.rank:
                 _read(buffers, slot, span, read)
                 buffers.wait_for_copies()
-            in_flight.append((slot, span, group.transport.broadcast(buffers.part(slot, 0, span.count), source)))
+            sent = group.transport.broadcast(buffers.part(slot, 0, span.count), source)
+            in_flight.append((slot, span, sent))
         while in_flight:
             complete()

@@ -215,7 +215,8 @@ def _explain(failed: ChildFailedError, status: str) -> WorkerError:
     else:
         cause = f"exited with code {failure.exitcode}; its output is above"
     name = f"position-{rank}.json"
-    step = Position(*_read_status(status, name)).step if os.path.exists(os.path.join(status, name)) else "start"
+    has_begun = os.path.exists(os.path.join(status, name))
+    step = Position(*_read_status(status, name)).step if has_begun else "start"
     return Failure(rank, step, cause, max(failure.exitcode, 0) or WorkerError.exit_code).error()
 
 

@@ -243,7 +243,9 @@ class SourceCheck:
             if parts_read is not None and file in self._records:
                 touched = self._touched(file, begins, ends)
                 touched[parts_read[parts_read[:, FILE] == file, RECORD]] = False
-                missing += [(file, index, *self._record(file, index)[:2]) for index in np.flatnonzero(touched).tolist()]
+                for index in np.flatnonzero(touched).tolist():
+                    offset, nbytes, _ = self._record(file, index)
+                    missing.append((file, index, offset, nbytes))
         return np.array(missing, np.int64).reshape(-1, PART_COLUMNS - 1)
 
     def _touched(self, file: int, begins: Int64Array, ends: Int64Array) -> npt.NDArray[np.bool_]:

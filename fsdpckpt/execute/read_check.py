@@ -165,4 +165,6 @@ def _by_file(sums: Checksums) -> dict[int, Int64Array]:
     table = np.stack([sums.offset, sums.nbytes, sums.crc])[:, order]
     numbers = sums.file[order]
     begins = np.flatnonzero(np.diff(numbers, prepend=-1))
-    return dict(zip(numbers[begins].tolist(), np.split(table, begins[1:], axis=1), strict=True)) if len(begins) else {}
+    if not len(begins):
+        return {}
+    return dict(zip(numbers[begins].tolist(), np.split(table, begins[1:], axis=1), strict=True))

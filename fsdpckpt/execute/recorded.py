@@ -52,7 +52,9 @@ def recorded_checksums(plan: Plan, checkpoint: Checkpoint, linked: frozenset[int
     unchecked: list[str] = []
     for number, file in stored_by_number(checkpoint.files).items():
         listed = by_path.get(file.path)
-        if listed is None or listed.crc is None or listed.nbytes != file.nbytes or not file.nbytes or number in linked:
+        if listed is None or listed.crc is None or number in linked:
+            continue
+        if not file.nbytes or listed.nbytes != file.nbytes:
             continue
         records = int(own[number]) if number in summed else 0
         nbytes = read.get(number, 0)
@@ -97,7 +99,9 @@ def _checksums_of(checkpoint: Checkpoint, numbers: Collection[int]) -> Checksums
 def _listed(checkpoint: Checkpoint) -> dict[str, ManifestFile]:
     """What ``fsdpckpt.json`` says of each file, by its path."""
     manifest = checkpoint.origin.manifest
-    return {manifest.path_of(name): listed for name, listed in manifest.files.items()} if manifest is not None else {}
+    if manifest is None:
+        return {}
+    return {manifest.path_of(name): listed for name, listed in manifest.files.items()}
 
 
 def _bytes_read(plan: Plan) -> dict[int, int]:

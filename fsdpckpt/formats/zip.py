@@ -209,7 +209,8 @@ def _parse_directory(source: ByteSource, directory: bytes, count: int, start: in
         at += CENTRAL_HEADER.size + n_name + n_extra + n_comment
     if at != limit:
         _corrupt(source, "the zip's directory does not end where it should", bytes_text(limit), bytes_text(at))
-    fields = np.frombuffer(b"".join([directory[at : at + CENTRAL_HEADER.size] for at in begins]), CENTRAL_COLUMNS)
+    headers = [directory[at : at + CENTRAL_HEADER.size] for at in begins]
+    fields = np.frombuffer(b"".join(headers), CENTRAL_COLUMNS)
     nbytes, packed, header = (fields[name].astype(np.int64) for name in ("nbytes", "packed", "header"))
     for i in np.flatnonzero((nbytes == LIMIT_32) | (packed == LIMIT_32) | (header == LIMIT_32)).tolist():
         at = begins[i] + CENTRAL_HEADER.size + int(fields["n_name"][i])
@@ -260,7 +261,8 @@ def _data_offsets(source: ByteSource, entries: _Entries, begin: int, directory: 
     limits = np.minimum(np.append(headers[1:], directory), directory)
     overlapping = np.flatnonzero(headers + LOCAL_HEADER.size > limits)
     if len(overlapping):
-        name, limit, header = entries.names[order[overlapping[0]]], limits[overlapping[0]], headers[overlapping[0]]
+        first = overlapping[0]
+        name, limit, header = entries.names[order[first]], limits[first], headers[first]
         _corrupt(source, f"record {name!r} overlaps the next", f"room before {limit}", str(header))
     heads = _local_headers(source, headers.tolist(), limits.tolist(), directory)
     fields = np.frombuffer(b"".join(heads), LOCAL_COLUMNS)

@@ -109,7 +109,8 @@ def _is_grid(shape: tuple[int, ...], start: Int64Array, size: Int64Array) -> boo
         values, first, which = np.unique(begin, return_index=True, return_inverse=True)
         lengths = count[first]
         ends = np.append(values[1:], length)
-        if values[0] != 0 or not np.array_equal(values + lengths, ends) or not np.array_equal(lengths[which], count):
+        follow_each_other = values[0] == 0 and np.array_equal(values + lengths, ends)
+        if not follow_each_other or not np.array_equal(lengths[which], count):
             return False
         cells *= len(values)
         if cells > len(start):
@@ -252,7 +253,8 @@ class _Cells:
         if self._is_right(rows, low, high):
             return None
         while any(end - begin > 1 for begin, end in zip(low, high, strict=True)):
-            dimension = next(k for k, (begin, end) in enumerate(zip(low, high, strict=True)) if end - begin > 1)
+            lengths = [end - begin for begin, end in zip(low, high, strict=True)]
+            dimension = next(k for k, length in enumerate(lengths) if length > 1)
             middle = (low[dimension] + high[dimension]) // 2
             first_half = [*high[:dimension], middle, *high[dimension + 1 :]]
             inside = rows[self._low[rows, dimension] < middle]

@@ -86,4 +86,5 @@ class Listing:
             return name.removeprefix(DISTRIBUTED) if ours == {True} else DISTRIBUTED + name
 
         rows = tuple(replace(row, name=new(row.name)) for row in self.rows)
-        return replace(self, rows=rows, shared=tuple((new(later), new(first)) for later, first in self.shared))
+        shared = tuple((new(later), new(first)) for later, first in self.shared)
+        return replace(self, rows=rows, shared=shared)

@@ -120,7 +120,8 @@ class RowNames:
         keys = [*self.model.items(), *self.optim.items()]
         keys += [(name, clean(name)) for name in names if name not in self.model and name not in self.optim]
         rows = dict.fromkeys(row for _, row in keys)
-        before = dict.fromkeys(("", *(key.removesuffix(row) for key, row in keys if key.endswith(row)), *leads))
+        of_keys = [key.removesuffix(row) for key, row in keys if key.endswith(row)]
+        before = dict.fromkeys(("", *of_keys, *leads))
         in_module = bool(rows) and all(map(is_in_module, rows))
         if not in_module and before.keys() <= {""} and all(key == row for key, row in keys):
             return []

@@ -68,7 +68,10 @@ class Table:
                     rows[member] = row_of[name]
         words_of: list[tuple[Word, ...] | None] = []
         for words in listed:
-            words_of.append(None if words is None else tuple(Word(text, row_of[name], name) for text, name in words))
+            if words is None:
+                words_of.append(None)
+            else:
+                words_of.append(tuple(Word(text, row_of[name], name) for text, name in words))
         users = [entry.key for entry in optim.entries if by_name and isinstance(entry.key, str)]
         return cls(parameters, optim, tuple(rows), tuple(words_of), {key: row_of[key] for key in users})
 
@@ -89,9 +92,12 @@ class Table:
 
     def with_plain_words(self) -> Table:
         """The table with ``param_names`` that are the names of rows, without prefixes of wrappers."""
-        plain = []
+        plain: list[tuple[Word, ...] | None] = []
         for words in self.words:
-            plain.append(None if words is None else tuple(replace(word, text=clean(word.named)) for word in words))
+            if words is None:
+                plain.append(None)
+            else:
+                plain.append(tuple(replace(word, text=clean(word.named)) for word in words))
         return replace(self, words=tuple(plain))
 
     def reordered(self, members: Sequence[Sequence[MemberNumber]]) -> Table:
@@ -217,7 +223,8 @@ class Table:
                 groups.append(group)
                 continue
             texts = [word.written(self.parameters) for word in words]
-            groups.append(group.with_setting(PARAM_NAMES, sequence(texts, form_of(group.settings[PARAM_NAMES]))))
+            as_before = sequence(texts, form_of(group.settings[PARAM_NAMES]))
+            groups.append(group.with_setting(PARAM_NAMES, as_before))
         return tuple(groups)
 
 

@@ -225,7 +225,9 @@ class Units:
         """The parameters in the order of an optimizer's ids: ``groups`` one after the other, else
         ``optimizer_keys``.
         """
-        return self.optimizer_keys() if self.groups is None else tuple(key for group in self.groups for key in group)
+        if self.groups is None:
+            return self.optimizer_keys()
+        return tuple(key for group in self.groups for key in group)
 
     def named_groups(self) -> Groups | None:
         """``groups`` by original names; those in a flat parameter in the order of ``model.parameters()``."""

@@ -382,7 +382,8 @@ class Decoder:
         if not tag.startswith("$"):
             return {key: self.decode(item) for key, item in data.items()}
         if tag == "$ordered":
-            ordered, attributes = OrderedDict(self.decode_pairs(data[tag])), self.decode(data.get("attributes", {}))
+            ordered = OrderedDict(self.decode_pairs(data[tag]))
+            attributes = self.decode(data.get("attributes", {}))
             if any(hasattr(OrderedDict, name) for name in attributes):
                 raise ValueError("an attribute hides a method of a dictionary")
             vars(ordered).update(attributes)

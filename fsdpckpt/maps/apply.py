@@ -69,8 +69,12 @@ def apply_map(
     names = names_of(checkpoint)
     left_out = set(map(clean, shapes)).difference(names)
     require_used(layout_map, rules, names, left_out, checkpoint.source, sections)
-    model = _mapped_model(checkpoint.model, _by_source(in_model), work) if checkpoint.model is not None else None
-    optim = mapped_optimizer(checkpoint.optim, _by_source(in_optim), work) if checkpoint.optim is not None else None
+    model = None
+    if checkpoint.model is not None:
+        model = _mapped_model(checkpoint.model, _by_source(in_model), work)
+    optim = None
+    if checkpoint.optim is not None:
+        optim = mapped_optimizer(checkpoint.optim, _by_source(in_optim), work)
     times: dict[int, int] = {}
     for rule in rules:
         times[rule.number] = times.get(rule.number, 0) + 1

@@ -174,7 +174,8 @@ class Merge:
         outer_at, inner_at = self.dim, self.dim + 1
         count, extent = boxes.size[:, outer_at], boxes.size[:, inner_at]
         outer_step, inner_step = boxes.stride[:, outer_at], boxes.stride[:, inner_at]
-        one_box = (count == 1) | (self.inner == 1) | ((extent == self.inner) & (outer_step == inner_step * self.inner))
+        contiguous = (extent == self.inner) & (outer_step == inner_step * self.inner)
+        one_box = (count == 1) | (self.inner == 1) | contiguous
         # All others become one box for each outer element.
         times = np.where(one_box, 1, count)
         row = np.repeat(np.arange(len(boxes)), times)

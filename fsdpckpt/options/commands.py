@@ -208,7 +208,8 @@ class OutputOptions(OptionRecord):
 def keywords_of(function: Callable[..., object], record: OptionRecord) -> dict[str, Any]:
     """The options of ``record`` that are keywords of ``function``."""
     names = signature(function).parameters
-    return {option.name: getattr(record, option.name) for option in options_of(type(record)) if option.name in names}
+    options = [option for option in options_of(type(record)) if option.name in names]
+    return {option.name: getattr(record, option.name) for option in options}
 
 
 def with_keywords(records: Iterable[OptionRecord], keywords: Mapping[str, object]) -> list[Any]:

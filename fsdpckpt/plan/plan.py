@@ -164,7 +164,8 @@ def _batches(files: Sequence[TargetFile]) -> Iterator[list[TargetFile]]:
     batch: list[TargetFile] = []
     items = 0
     for file in files:
-        if batch and (file.build or batch[0].build or file.data is not batch[0].data or items > _ITEMS_AT_ONCE):
+        apart = batch and (file.build or batch[0].build or file.data is not batch[0].data)
+        if batch and (apart or items > _ITEMS_AT_ONCE):
             yield batch
             batch, items = [], 0
         batch.append(file)
@@ -392,7 +393,8 @@ def strided_batches(
     steps, target_steps = np.diff(source), np.diff(target)
     inside = (target >= begin) & (target + (rows - 1) * target_pitch + width <= end)
     reach = np.minimum(source_pitch, limit) - source_width  # how far the last copy may begin after the first
-    joined = inside[:-1] & inside[1:] & (np.diff(numbers) == 1) & (steps > 0) & (steps <= reach[:-1]) & (rows[:-1] > 1)
+    neighbours = inside[:-1] & inside[1:] & (np.diff(numbers) == 1)
+    joined = neighbours & (steps > 0) & (steps <= reach[:-1]) & (rows[:-1] > 1)
     for column in (file, source_pitch, target_pitch, width, rows, cast):
         joined &= column[:-1] == column[1:]
     other_step = (steps[1:] != steps[:-1]) | (target_steps[1:] != target_steps[:-1])

@@ -42,7 +42,8 @@ def memory_by_ranks(tensors: Sequence[NamedTensor], buffers: Collection[str], wo
             for named in weights
             if named.key not in buffers and named.tensor.dtype.kind == "float"
         )
-        rows.append(RankMemory(ranks, cut + whole, floats, sum(_on_rank_0(each.tensor, ranks) for each in states)))
+        of_states = sum(_on_rank_0(each.tensor, ranks) for each in states)
+        rows.append(RankMemory(ranks, cut + whole, floats, of_states))
     return rows
 
 

@@ -124,7 +124,8 @@ def _memory(described: Description) -> list[dict[str, Any]]:
     """For the template: what a rank would hold, on each number of ranks."""
     saved_on = max(described.checkpoint.world_size, 1)
     rows: list[dict[str, Any]] = []
-    for row in memory_by_ranks(described.tensors, buffer_keys(described.checkpoint), described.checkpoint.world_size):
+    checkpoint = described.checkpoint
+    for row in memory_by_ranks(described.tensors, buffer_keys(checkpoint), checkpoint.world_size):
         held = (("weights", row.weights), ("gradients", row.gradients), ("optimizer state", row.states))
         parts = [
             (f"part{number}", label, size_text(nbytes), 100 * nbytes / row.total)
@@ -281,7 +282,8 @@ def _module_table(root: Module) -> FigureTable:
     folded = fold((module.path, tuple(rest)) for module, *rest in sized)
     left = len(folded) - MAX_ROWS
     if left > 0:
-        largest = sorted(folded, key=lambda row: -modules[row.members[0]].nbytes * len(row.members))[:MAX_ROWS]
+        by_size = sorted(folded, key=lambda row: -modules[row.members[0]].nbytes * len(row.members))
+        largest = by_size[:MAX_ROWS]
         folded = sorted(largest, key=lambda row: row.members[0])
     rows = []
     for row in folded:

@@ -179,7 +179,8 @@ def target_error(error: BaseException, url: str, action: str, attempts: int) -> 
 
 
 def _is_forbidden(error: BaseException) -> bool:
-    return isinstance(error, PermissionError) or "Credential" in type(error).__name__ or _status(error) in (401, 403)
+    has_no_credentials = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+    return has_no_credentials or _status(error) in (401, 403)
 
 
 def _in_other_region(error: BaseException) -> bool:

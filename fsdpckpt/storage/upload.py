@@ -180,7 +180,8 @@ class RemoteTarget:
     def _put(self, name: str, path: str, options: UploadOptions) -> None:
         """Upload the file at ``path``, unless it is there already. Raises TargetUnwritableError."""
         nbytes = os.path.getsize(path)
-        if name in self.names and not name.endswith(UPLOADED_LAST) and options.is_uploaded(name, self._info(name)):
+        may_be_there = name in self.names and not name.endswith(UPLOADED_LAST)
+        if may_be_there and options.is_uploaded(name, self._info(name)):
             options.advance(nbytes)
             return
         if name:
@@ -194,12 +195,13 @@ class RemoteTarget:
     def _require_length(self, name: str, nbytes: int) -> dict[str, Any]:
         """The store's description of the object ``name``. Raises TargetUnwritableError unless it is ``nbytes`` long."""
         info = self._info(name)
-        if info.get("size") != nbytes:
+        size = info.get("size")
+        if size != nbytes:
             raise TargetUnwritableError(
                 f"{self._url(name)} was not uploaded completely",
                 file=self._url(name),
                 expected=bytes_text(nbytes),
-                found=bytes_text(info["size"]) if isinstance(info.get("size"), int) else "an object of unknown length",
+                found=bytes_text(size) if isinstance(size, int) else "an object of unknown length",
                 next_step="run the command again",
             )
         return info
@@ -346,7 +348,8 @@ def _in_parallel(path: str, part: int, send: Callable[[int, bytes], T], options:
 
     with ThreadPoolExecutor(options.uploads(part)) as pool:
         try:
-            futures = [pool.submit(send_unless_stopped, number) for number in range(-(-os.path.getsize(path) // part))]
+            count = -(-os.path.getsize(path) // part)
+            futures = [pool.submit(send_unless_stopped, number) for number in range(count)]
             return [answer for future in futures for answer in future.result()]
         finally:  # also after a signal: leaving the pool waits for its threads
             stop.set()

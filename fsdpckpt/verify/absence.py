@@ -128,7 +128,8 @@ def _missing_lists(checkpoint: Checkpoint) -> set[Path]:
     ``--no-weight-decay`` says it.
     """
     groups = checkpoint.groups
-    return {("param_groups", index, PARAMS) for index, group in enumerate(groups) if PARAMS not in group.settings}
+    without_list = [index for index, group in enumerate(groups) if PARAMS not in group.settings]
+    return {("param_groups", index, PARAMS) for index in without_list}
 
 
 def _lost_groups(checkpoint: Checkpoint, other: Checkpoint) -> set[Path]:

@@ -197,7 +197,8 @@ def _read_box(reader: BlockReader, source: ByteSource, offset: int, stride: list
     span = sum(reach) + itemsize
     slowest = max(range(len(size)), key=lambda dim: stride[dim] if size[dim] > 1 else -1)
     rows = size[slowest]
-    if span <= LARGEST_GAP or span <= min(reader.limit, MAX_READ_AMPLIFICATION * target.nbytes + GAP_PER_ROW * rows):
+    worth_reading = min(reader.limit, MAX_READ_AMPLIFICATION * target.nbytes + GAP_PER_ROW * rows)
+    if span <= LARGEST_GAP or span <= worth_reading:
         scratch = reader.scratch(span)
         source.read_into(offset, scratch.data)
         view: Bytes = np.ndarray((*size, itemsize), np.uint8, scratch.data, 0, (*stride, 1))

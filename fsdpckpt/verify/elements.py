@@ -228,7 +228,9 @@ def first_difference(
     """
     from_dtype, to_dtype = source[0].dtype, written[0].dtype
     compared = 0  # bytes
-    limit = BLOCK_BYTES if max_memory is None else min(max(max_memory // _BUFFERS, _MIN_BLOCK_BYTES), BLOCK_BYTES)
+    limit = BLOCK_BYTES
+    if max_memory is not None:
+        limit = min(max(max_memory // _BUFFERS, _MIN_BLOCK_BYTES), BLOCK_BYTES)
     blocks = _cast(_blocks(source, limit), from_dtype, to_dtype)
     for expected, actual in _blocks_of_both(blocks, _blocks(written, limit)):
         if not np.array_equal(actual, expected):

@@ -235,7 +235,8 @@ class _Values:
             sha256 = digest(readers[0], named.tensor, progress) if number in self.hashed else None
             return _ReadTensor(named, different, others, sha256)
         except SourceError as error:
-            return _ReadTensor(named, [], [problem_of("unreadable", [named], error.what, file=error.file)], None)
+            problem = problem_of("unreadable", [named], error.what, file=error.file)
+            return _ReadTensor(named, [], [problem], None)
 
     def _nbytes(self, number: int) -> int:
         """How many bytes are read of one tensor, once for each thing that is done."""

@@ -141,7 +141,8 @@ def match_addresses(leaves_a: Leaves, leaves_b: Leaves) -> dict[Address, Address
         if address not in matched:
             only_in_b.setdefault((address.section, dotted(address), address.rank), []).append(address)
     for address in leaves_a:
-        if address not in matched and (candidates := only_in_b.get((address.section, dotted(address), address.rank))):
+        candidates = only_in_b.get((address.section, dotted(address), address.rank))
+        if candidates and address not in matched:
             matched[address] = candidates.pop(0)
     return matched
 

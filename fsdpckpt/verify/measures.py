@@ -57,7 +57,8 @@ def sum_of_squares(block: Bytes, dtype: DType) -> float:
         for part in _cache_sized(block, dtype):
             wide = part.astype(np.float64)
             squares = np.square(wide, out=wide)
-            total += float(squares.sum()) if np.isfinite(squares).all() else float(squares[np.isfinite(squares)].sum())
+            finite = np.isfinite(squares)
+            total += float(squares.sum()) if finite.all() else float(squares[finite].sum())
     return total
 
 

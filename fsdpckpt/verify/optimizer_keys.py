@@ -297,7 +297,8 @@ def _next_step(a: Checkpoint, b: Checkpoint, key_type: str | None) -> str:
 def _has_slices(checkpoint: Checkpoint) -> bool:
     """Whether its optimizer is still in slices of flat parameters, which nothing names."""
     states = checkpoint.states.values()
-    return any(isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices) for entry in states for leaf in entry.values())
+    leaves = (leaf for entry in states for leaf in entry.values())
+    return any(isinstance(leaf, Tensor) and isinstance(leaf.cut, Slices) for leaf in leaves)
 
 
 def _lengths(groups: Sequence[Sequence[ParamKey]]) -> str:

@@ -68,7 +68,8 @@ def check_resumption(checkpoint: Checkpoint, flavor: Flavor, world_size: int | N
         return Resumption(flavor.name, ranks, (_other_form(checkpoint, flavor),), ())
     of_ranks = (*_wrong_ranks(checkpoint, form, ranks), *_missing_rank_files(flavor, form, names, ranks))
     missing = [*lacking(checkpoint, flavor, form, names), *_missing_model_file(checkpoint, form), *of_ranks]
-    return Resumption(flavor.name, ranks, tuple(missing), tuple(_changes(checkpoint, flavor, form, names, ranks)))
+    changes = _changes(checkpoint, flavor, form, names, ranks)
+    return Resumption(flavor.name, ranks, tuple(missing), tuple(changes))
 
 
 def _missing_model_file(checkpoint: Checkpoint, form: Form) -> Iterator[Message]:

@@ -249,7 +249,9 @@ def _stored_boxes(tensor: Tensor, item: Int64Array, wanted: RankBoxes) -> tuple[
     count = len(archives)
     of_wanted = equal[count:]
     stored = archives[equal[:count] == np.arange(count)]
-    return stored, np.where(of_wanted < count, archives[np.minimum(of_wanted, max(count - 1, 0))] if count else -1, -1)
+    if not count:
+        return stored, np.full(of_wanted.shape, -1)
+    return stored, np.where(of_wanted < count, archives[np.minimum(of_wanted, count - 1)], -1)
 
 
 class _ItemRows(NamedTuple):

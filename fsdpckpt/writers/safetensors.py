@@ -174,7 +174,8 @@ def _encode(value: Value, group: _ShardSet, prefix: str, casts: Mapping[Tensor, 
 
 def _refuse(groups: list[_ShardSet]) -> None:
     """Raises SourceUnsupportedError for what no safetensors file can hold."""
-    unfit = [key for group in groups for key in group.tensors if key == "__metadata__" or not _is_unicode(key)]
+    keys = [key for group in groups for key in group.tensors]
+    unfit = [key for key in keys if key == "__metadata__" or not _is_unicode(key)]
     if unfit:
         raise SourceUnsupportedError(
             f"{plural(len(unfit), 'tensor', 'have')} a key that a safetensors file cannot hold",

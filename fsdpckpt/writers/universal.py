@@ -283,7 +283,9 @@ def _module_states(
 
 def _optimizer_state(optim: Optimizer, groups: Sequence[Sequence[str]], extra: Mapping[Key, Value]) -> dict[Key, Value]:
     """What all parameters share: the param groups, where ZeRO 1 and 2 and where ZeRO 3 look for them."""
-    param_groups: list[Value] = [{**group, "params": [number]} for number, group in enumerate(optim.param_groups or ())]
+    param_groups: list[Value] = []
+    for number, group in enumerate(optim.param_groups or ()):
+        param_groups.append({**group, "params": [number]})
     steps = [optim.state[group[0]].get(STEP) if group else None for group in groups]
     states: dict[Key, Value] = {number: {STEP: step} for number, step in enumerate(steps) if step is not None}
     version = extra.get("ds_version")

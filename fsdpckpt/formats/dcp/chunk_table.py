@@ -273,7 +273,8 @@ class ChunkTable:
                 part, holder = {name: column[inner] for name, column in part.items()}, holder[inner]
             rows = self._chunk_rows(part, holder, columns)
             for row in np.flatnonzero(rows < 0).tolist():  # its index names another chunk
-                rows[row] = self._chunk_row(int(holder[row]), tuple(part["start"][row, : part["ndim"][row]].tolist()))
+                start = part["start"][row, : part["ndim"][row]]
+                rows[row] = self._chunk_row(int(holder[row]), tuple(start.tolist()))
             if (rows < 0).any():  # items of no chunk
                 hit = rows >= 0
                 part, rows = {name: column[hit] for name, column in part.items()}, rows[hit]

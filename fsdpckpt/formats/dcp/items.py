@@ -166,7 +166,8 @@ class ItemReader:
         needed = np.cumsum(2 * np.minimum(length, _END) + gaps)
         first = 0
         while first < len(begin):
-            end = max(int(np.searchsorted(needed, (needed[first - 1] if first else 0) + _BATCH, "right")), first + 1)
+            before = needed[first - 1] if first else 0
+            end = max(int(np.searchsorted(needed, before + _BATCH, "right")), first + 1)
             self._read_batch(tensors, begin, length, slice(first, end))
             first = end
         return tensors
@@ -183,7 +184,8 @@ class ItemReader:
                 if tried == len(templates):
                     number = int(left[0])
                     self.failed_item = rows.start + number
-                    tensor = self._parse(int(begin[self.failed_item]), int(length[self.failed_item]), ends.of(number))
+                    at = self.failed_item
+                    tensor = self._parse(int(begin[at]), int(length[at]), ends.of(number))
                     self._put(tensors, tensor, begin, left[:1] + rows.start, tensor.crc)
                     left = left[1:]
                 for template in templates[tried:]:

@@ -342,7 +342,7 @@ class _RecordParser:
         """Each box once."""
         starts: set[Indexes] = set()
         for start, size in self._start_size_pairs(entries):
-            if not _is_shape(start) or not _is_shape(size) or len(start) != len(shape) or len(size) != len(shape):
+            if not (_is_shape(start) and _is_shape(size) and len(start) == len(size) == len(shape)):
                 found = f"{key}: {truncate(start)}, {truncate(size)}"
                 self._refuse("a chunk and its tensor have different numbers of dimensions", key=key, found=found)
             if not all(map(le, map(add, start, size), shape)):

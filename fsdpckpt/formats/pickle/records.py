@@ -221,7 +221,8 @@ class Placed:
         at = 0
         for example in examples:
             record = example.record
-            self._compare(example._replace(row=self._with_texts(record, example.row)), values[at : at + record.values])
+            row = self._with_texts(record, example.row)
+            self._compare(example._replace(row=row), values[at : at + record.values])
             at += record.values
         if at != len(values):
             raise pickle.UnpicklingError("unexpected persistent id")

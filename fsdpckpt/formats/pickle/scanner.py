@@ -123,7 +123,8 @@ class Scanner:
             found, copied, end = match.lastindex or 0, match.end(1), match.end()
             if copied > at:
                 self._copy(match[1])
-            record = self._records[found - COPIED - 1] if COPIED < found <= COPIED + len(self._records) else None
+            number = found - COPIED - 1  # of the record that matched
+            record = self._records[number] if 0 <= number < len(self._records) else None
             if record is not None:
                 self._take(record, data, copied, end)
             elif found > COPIED:
@@ -348,7 +349,8 @@ class Scanner:
                 texts[at], count = self._texts(column)
                 made[part.name] = texts[at].numbers
             memoised.append(count)
-        in_run = TextsInRun(self._memo.count, len(rows), memoised, {at: each.numbers for at, each in texts.items()})
+        numbers = {at: each.numbers for at, each in texts.items()}
+        in_run = TextsInRun(self._memo.count, len(rows), memoised, numbers)
         named: list[bytes] = []
         new: list[int] = []
         self._memo.count = in_run.end
@@ -369,7 +371,8 @@ class Scanner:
             return _Added(RecordRun(record, 0, 0, len(self._scan.holders) - 1), examples, named, new)
         begin = self._counts[record.name]
         self._counts[record.name] += len(rows)
-        self._scan.columns[record.name].append({name: smallest_integers(column) for name, column in made.items()})
+        smallest = {name: smallest_integers(column) for name, column in made.items()}
+        self._scan.columns[record.name].append(smallest)
         return _Added(RecordRun(record, begin, begin + len(rows)), examples, named, new)
 
     def _texts(self, column: Sequence[bytes]) -> tuple[_TextColumn, int | npt.NDArray[np.uint8]]:

@@ -182,7 +182,8 @@ class RankTemplate:
         if len(offsets) > _MAX_DIFFERENT:
             return None
         differences = dict(zip(offsets.tolist(), other[offsets].tolist(), strict=True))
-        return differences if self._only_known_numbers(differences) or self._learn_numbers(differences) else None
+        known = self._only_known_numbers(differences) or self._learn_numbers(differences)
+        return differences if known else None
 
     def _only_known_numbers(self, differences: Differences) -> bool:
         """Whether each difference is in a number that may differ between ranks, and leaves a number there."""
@@ -313,4 +314,5 @@ def _same_tree(one: object, other: object) -> bool:
         return len(one) == len(other) and all(map(_same_tree, one, other))
     if isinstance(one, (StoredTensor, Distributed)):
         return all(getattr(one, name) == getattr(other, name) for name in one.__slots__)
-    return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and isnan(one) and isnan(other))
+    both_nan = isinstance(one, float) and isinstance(other, float) and isnan(one) and isnan(other)
+    return bool(one == other) or both_nan

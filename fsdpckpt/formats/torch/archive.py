@@ -181,7 +181,8 @@ def open_archive(source: ByteSource, *, begin: int = 0, end: int | None = None) 
             read_record(source, records[name], verify_checksum=True)
     if "byteorder" in records:
         check_byteorder(source, records["byteorder"])
-    return OpenedArchive(source, records, read_pickle(source, records["data.pkl"], verify_checksum=has_checksums))
+    pickle = read_pickle(source, records["data.pkl"], verify_checksum=has_checksums)
+    return OpenedArchive(source, records, pickle)
 
 
 def parse_archive(

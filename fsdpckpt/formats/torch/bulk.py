@@ -161,7 +161,8 @@ def _memo_numbers(opcodes: bytes | bytearray) -> Int64Array:
     if len(rows) % 5 == 0 and np.isin(rows[::5], (ord("r"), ord("j"))).all():
         long = rows.reshape(-1, 5)[:, 1:].copy().view("<u4").ravel()
         return np.concatenate([np.frombuffer(opcodes[1:short:2], np.uint8), long]).astype(np.int64)
-    return np.array([_memo_number(opcode) for opcode in re.findall(rb"[qh].|[rj].{4}", opcodes, re.DOTALL)], np.int64)
+    references = re.findall(rb"[qh].|[rj].{4}", opcodes, re.DOTALL)
+    return np.array([_memo_number(opcode) for opcode in references], np.int64)
 
 
 def _memo_number(opcode: bytes) -> int:

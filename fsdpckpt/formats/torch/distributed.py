@@ -191,7 +191,8 @@ class DistributedParser(FileParser):
         if any(not isinstance(p, Replicate) and not 0 <= p.dim < len(wrapped.shape) for p in placements):
             self._corrupt(key, f"placements do not fit shape {wrapped.shape}", "dimensions", str(placements))
         order = self._shard_order(spec.get("shard_order"), placements, key) if len(placements) > 1 else None
-        held, how, sharding, last_cuts = self.boxes_of(Cut(wrapped.shape, mesh, placements, order, local), key)
+        cut = Cut(wrapped.shape, mesh, placements, order, local)
+        held, how, sharding, last_cuts = self.boxes_of(cut, key)
         first, itemsize, stride = local.offset, local.dtype.itemsize, local.stride
         boxes = tuple([BoxInFile(start, size, first + at * itemsize, stride) for start, size, at in held])
         return Distributed(
@@ -323,7 +324,8 @@ class DistributedParser(FileParser):
             self._corrupt(key, "a shard without tensor or place", "both", truncate(metadata))
         if local.shape != size:
             self._corrupt(key, "a shard's tensor is not of the size its metadata says", f"{size}", f"{local.shape}")
-        if len(size) != len(shape) or any(s + n > whole for s, n, whole in zip(start, size, shape, strict=False)):
+        is_outside = any(begin + extent > whole for begin, extent, whole in zip(start, size, shape, strict=False))
+        if is_outside or len(size) != len(shape):
             self._corrupt(key, "a shard is outside its tensor", f"inside {shape}", f"{start} + {size}")
         return BoxInFile(start, size, local.offset, local.stride)
 

@@ -96,9 +96,7 @@ class TreeWalk:
                     mapping[key] = parsed
                 self._path.pop()
         if split_states:
-            items = [item for key, value in mapping.items() for item in split_states.get(key, {key: value}).items()]
-            mapping.clear()
-            mapping.update(items)
+            _put_in_place(mapping, split_states)
         if tensors:
             self._full_state_dict(mapping, tensors)
         if is_stand_in(mapping):
@@ -211,7 +209,9 @@ class TreeWalk:
     def _parts(self, key: Key, state: DistributedBlocks | StoredBlocks) -> dict[Key, Value]:
         """The entries for ``state`` under the name ``key``."""
         parts = state.whole() if isinstance(state, StoredBlocks) else state.parts
-        leaves = {name: self._stored(part) if isinstance(part, StoredTensor) else part for name, part in parts.items()}
+        leaves: dict[str, object] = {}
+        for name, part in parts.items():
+            leaves[name] = self._stored(part) if isinstance(part, StoredTensor) else part
         return cast("dict[Key, Value]", split_state(key, state.blocks, leaves))
 
     def _note(self, distributed: Distributed) -> None:
@@ -279,3 +279,12 @@ class TreeWalk:
 def _set_order(item: object) -> str:
     """The sort key for the items of a set: ``repr`` of scalars."""
     return repr(item) if isinstance(item, (str, int, float, bytes)) else truncate(item)
+
+
+def _put_in_place(mapping: dict[Key, Value], split_states: dict[Key, dict[Key, Value]]) -> None:
+    """Put the entries of each split state where the state was, among the others."""
+    items: list[tuple[Key, Value]] = []
+    for key, value in mapping.items():
+        items += split_states.get(key, {key: value}).items()
+    mapping.clear()
+    mapping.update(items)
