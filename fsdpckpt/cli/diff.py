@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, labelled, table_lines
+from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut_line, labelled, table_lines
 from fsdpckpt.options.commands import DiffOptions, keywords_of
 from fsdpckpt.text import count_text, fold, fold_notes, key_text, numbers_text, plural, rate_text, size_text, step_text
 
@@ -148,7 +148,7 @@ def _furthest_texts(result: Difference, columns: int) -> Iterator[str]:
 
     for kind, entry in furthest(result.entries).items():
         if entry.change is not None and entry.change.largest is not None:
-            yield cut(f"{kind} changed most in {key_text(entry.param)}: by {entry.change.largest:.3g}", columns)
+            yield cut_line(f"{kind} changed most in {key_text(entry.param)}: by {entry.change.largest:.3g}", columns)
 
 
 def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iterator[Line]:

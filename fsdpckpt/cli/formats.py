@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import GAP, Colour, Line, Styled, cut, table_lines
+from fsdpckpt.cli.output import GAP, Colour, Line, Styled, cut_line, table_lines
 from fsdpckpt.producers import PLAIN
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _table(formats: Sequence[Format], columns: int | None) -> Iterator[Line]:
         if columns - others < NARROWEST:
             del fields[-1]
             others = sum(max(map(len, column)) + GAP for column in (fields[0], *fields[2:]))
-        fields[1] = [cut(title, max(columns - others, NARROWEST)) for title in fields[1]]
+        fields[1] = [cut_line(title, max(columns - others, NARROWEST)) for title in fields[1]]
     heading, *lines = table_lines(list(zip(*fields, strict=True)), right=(), columns=columns)
     yield Styled(heading, Colour.HEADING)
     kind = formats[0].kind
@@ -79,7 +79,7 @@ def _table(formats: Sequence[Format], columns: int | None) -> Iterator[Line]:
         kind = each.kind
         yield line
     if columns is not None and len(fields) < len(HEADINGS) - 1:
-        yield Styled(cut("the versions they were tested with: --json, or a wider terminal", columns), Colour.ASIDE)
+        yield Styled(cut_line("the versions they were tested with: --json, or a wider terminal", columns), Colour.ASIDE)
 
 
 def _written(each: Format) -> str:

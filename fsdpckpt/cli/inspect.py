@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from fsdpckpt.cli.incomplete import show_incomplete
-from fsdpckpt.cli.output import Colour, Line, Styled, cut, labelled, wrapped
+from fsdpckpt.cli.output import Colour, Line, Styled, cut_line, labelled, wrapped
 from fsdpckpt.cli.run import show_run
 from fsdpckpt.errors import SeveralCheckpointsError, SourceCorruptError, SourceIncompleteError, UsageError
 from fsdpckpt.options.commands import InspectOptions, keywords_of
@@ -126,7 +126,7 @@ def _summary(description: Description, columns: int | None) -> Iterator[Line]:
         parts = [plural(totals.tensors, "tensor"), f"{count_text(totals.elements)} elements", size_text(totals.nbytes)]
         if section == "optim" or section in key_types:
             parts.insert(0, f"keyed by {key_types.get(section, description.key_type)}")
-        yield cut(f"{section}: {', '.join(parts)}, {dtypes_text(totals.dtypes)}", columns)
+        yield cut_line(f"{section}: {', '.join(parts)}, {dtypes_text(totals.dtypes)}", columns)
     if checkpoint.optim is not None:
         yield from _groups(checkpoint.optim.param_groups, columns)
     for label, optim in named_optimizers.items():
@@ -169,7 +169,7 @@ def _groups(groups: list[dict[Key, Value]] | None, columns: int | None, of: str 
         yield f"{of}param groups: {len(groups)}"
     for number, group in enumerate(groups[: None if columns is None else MAX_GROUPS]):
         label = f"{of}param group" if len(groups) == 1 and columns is not None else " "
-        yield cut(f"{label} {number}: {_group_text(group, short=columns is not None)}", columns)
+        yield cut_line(f"{label} {number}: {_group_text(group, short=columns is not None)}", columns)
     if columns is not None and len(groups) > MAX_GROUPS:
         yield f"  and {len(groups) - MAX_GROUPS} more: --json lists them all"
 
@@ -206,6 +206,6 @@ def _extra_texts(checkpoint: Checkpoint, columns: int | None) -> Iterator[str]:
             yield heading
             yield from (f"  {text}" for text in texts)
         else:
-            yield cut(f"extra: {', '.join(sorted(texts, key=lambda text: ' = ' not in text))}", columns)
+            yield cut_line(f"extra: {', '.join(sorted(texts, key=lambda text: ' = ' not in text))}", columns)
     if checkpoint.rank_extra:
         yield f"extra: each of {plural(len(checkpoint.rank_extra), 'rank')} has its own"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpckpt.cli.folded_stats import joined_stats
-from fsdpckpt.cli.output import GAP, Cell, Name, cut, table_lines
+from fsdpckpt.cli.output import GAP, Cell, Name, cut_line, table_lines
 from fsdpckpt.credentials import shown_name
 from fsdpckpt.describe import Description
 from fsdpckpt.ir.checkpoint import Checkpoint, NamedTensor, Section
@@ -89,7 +89,7 @@ def _fewer_stats(rows: Sequence[ListedKey], columns: int) -> tuple[list[str], fr
         fewer.append(replace(row, more=tuple(row.more[at] for at in shown)))
     lines, headings = _by_section(fewer, [STATS[at] for at in shown], columns)
     if left_out := [name for at, name in enumerate(STATS) if at not in shown]:
-        lines.append(cut(f"columns left out: {', '.join(left_out)} (--json has them)", columns))
+        lines.append(cut_line(f"columns left out: {', '.join(left_out)} (--json has them)", columns))
     return lines, headings
 
 
@@ -102,7 +102,7 @@ def _under_keys(rows: Sequence[ListedKey], columns: int) -> tuple[list[str], fro
         if not row.again:
             facts = f"  {row.dtype} {row.shape} {row.placement}"
             key = Name(f"{row.section} {key_text(row.key)}").within(columns)  # whole, if only that fits
-            lines.append(cut(key + facts, columns))
+            lines.append(cut_line(key + facts, columns))
         lines.append(" " * GAP + chunk)
     return lines, frozenset({0})
 

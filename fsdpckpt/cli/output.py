@@ -70,7 +70,7 @@ def table_lines(rows: Sequence[Sequence[Cell]], *, right: Collection[int], colum
             text.rjust(width) if at in right else text.ljust(width)
             for at, (text, width) in enumerate(zip(cells, widths, strict=True))
         ]
-        lines.append(cut((" " * GAP).join(aligned).rstrip(), columns))
+        lines.append(cut_line((" " * GAP).join(aligned).rstrip(), columns))
     return lines
 
 
@@ -87,7 +87,7 @@ def _narrow(rows: Sequence[Sequence[Cell]], widths: Sequence[int], columns: int)
     return shrink(widths, least, columns - GAP * (len(widths) - 1))
 
 
-def cut(line: str, columns: int | None) -> str:
+def cut_line(line: str, columns: int | None) -> str:
     """``line`` in at most ``columns`` characters, ending in an ellipsis if it is longer."""
     line = on_command_line(line)
     return line if columns is None or len(line) <= columns else line[: max(columns - 1, 0)] + "…"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut, labelled, table_lines, wrapped
+from fsdpckpt.cli.output import Cell, Colour, Line, Name, Styled, cut_line, labelled, table_lines, wrapped
 from fsdpckpt.errors import SeveralCheckpointsError, SourceError
 from fsdpckpt.producers import PLAIN
 from fsdpckpt.text import count_text, plural, size_text
@@ -83,7 +83,7 @@ def _newest_lines(run: Run, columns: int | None) -> Iterator[Line]:
     """The newest checkpoint, what points to it or to another one, and the one to look at next."""
     by_name = {each.name: each for each in run.checkpoints}
     for pointer, name in run.pointers.items():
-        yield cut(f"{pointer} -> {name}", columns)
+        yield cut_line(f"{pointer} -> {name}", columns)
     for lost in run.lost:
         yield from labelled("problem:", lost, Colour.BAD, columns)
     newest, proposed = by_name[run.newest], by_name[run.proposed]

@@ -45,7 +45,7 @@ from fsdpckpt.verify.blocks import (
     rows_to_read,
 )
 from fsdpckpt.verify.elements import without_repeats
-from fsdpckpt.writers.state_dicts import Leaf, Path, extras_of_rank, flatten, settings_by_parameter
+from fsdpckpt.writers.state_dicts import Leaf, Path, extras_of_rank, flatten_state_dict, settings_by_parameter
 from fsdpckpt.writers.torch_full import lay_out_file
 
 S = TypeVar("S")
@@ -129,7 +129,7 @@ def entries_of(checkpoint: Checkpoint, names: Names, rank: int) -> Entries:
     of_rank = replace(checkpoint, extra=extras_of_rank(checkpoint, rank), rank_extra=(), named=())
     paths = names.section_paths(checkpoint)
     try:
-        leaves, _ = flatten(of_rank, paths, flattened_keys=names.flattened)
+        leaves, _ = flatten_state_dict(of_rank, paths, flattened_keys=names.flattened)
     except SourceUnsupportedError as error:
         if error.key is not None:
             error.alternative = "give the sections other names: StorageReader(path, model=..., optimizer=...)"

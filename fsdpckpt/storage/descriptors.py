@@ -19,7 +19,7 @@ _LEAST = 8
 
 
 @cache
-def most_open() -> int:
+def open_file_limit() -> int:
     """How many of the files that are read stay open at a time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(min(_MOST, soft // _SHARE), _LEAST)
@@ -45,7 +45,7 @@ class PooledDescriptor:
     def __enter__(self) -> int:
         with _lock:
             if self._descriptor < 0:
-                _close_idle(most_open() - 1)
+                _close_idle(open_file_limit() - 1)
                 try:
                     self._descriptor = self._open_file()
                 except OSError as error:

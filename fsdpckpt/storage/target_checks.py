@@ -55,7 +55,7 @@ def contents_of(path: str) -> dict[str, FileIdentity]:
         return {}
     if not stat.S_ISDIR(status.st_mode):
         return {"": _identity("", status)}
-    return {name: _identity(name, os.lstat(os.path.join(path, name))) for name in files_below(path)}
+    return {name: _identity(name, os.lstat(os.path.join(path, name))) for name in names_below(path)}
 
 
 def _identity(name: str, status: os.stat_result) -> FileIdentity:
@@ -63,7 +63,7 @@ def _identity(name: str, status: os.stat_result) -> FileIdentity:
     return replace(identity, tag=LINK) if stat.S_ISLNK(status.st_mode) else identity
 
 
-def files_below(directory: str) -> Iterator[str]:
+def names_below(directory: str) -> Iterator[str]:
     """The relative paths of everything but directories; a link to a directory counts as a file."""
     for folder, directories, names in os.walk(directory, onerror=_raise):
         links = [name for name in directories if os.path.islink(os.path.join(folder, name))]

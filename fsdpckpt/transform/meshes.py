@@ -36,7 +36,7 @@ def source_meshes(checkpoint: Checkpoint) -> list[MeshShape]:
     return [mesh for mesh in meshes if mesh not in submeshes]
 
 
-def whole_of(mesh: MeshShape, meshes: Iterable[MeshShape]) -> MeshShape | None:
+def containing_mesh(mesh: MeshShape, meshes: Iterable[MeshShape]) -> MeshShape | None:
     """The first of ``meshes`` that equals ``mesh`` or contains it as a submesh."""
     return next((whole for whole in meshes if is_submesh(mesh, whole)), None)
 

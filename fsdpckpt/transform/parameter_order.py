@@ -59,7 +59,7 @@ class ParameterOrder(Listing):
         """The groups of an optimizer, each in its order."""
         groups = list(groups)
         rows = tuple(chain(*groups))
-        members = cut(range(len(rows)), list(map(len, groups)))
+        members = split_by_sizes(range(len(rows)), list(map(len, groups)))
         return cls(rows, source, in_model_order=False, authoritative=True, members=members)
 
     @cached_property
@@ -106,7 +106,7 @@ class ParameterOrder(Listing):
         return replace(self, rows=rows)
 
 
-def cut(rows: Sequence[_Row], sizes: Sequence[int]) -> tuple[tuple[_Row, ...], ...]:
+def split_by_sizes(rows: Sequence[_Row], sizes: Sequence[int]) -> tuple[tuple[_Row, ...], ...]:
     """``rows`` in parts of these sizes."""
     return tuple(tuple(rows[end - size : end]) for end, size in zip(accumulate(sizes), sizes, strict=True))
 

@@ -22,7 +22,7 @@ from fsdpckpt.ir.state_shapes import shown_shapes
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.layouts import is_cut_unevenly, on_dimensions, on_mesh
 from fsdpckpt.text import first_lines, plural, shape_text, some_of
-from fsdpckpt.transform.meshes import mesh_options, shard_dimension, whole_of
+from fsdpckpt.transform.meshes import containing_mesh, mesh_options, shard_dimension
 
 _KEYS_IN_MESSAGE = 12
 
@@ -63,7 +63,7 @@ class AsSource:
 
     def sharding(self, sharding: Sharding) -> Sharding | None:
         """The same placements on the target mesh; None if they are along dimensions that it does not have."""
-        whole = whole_of(sharding.mesh, self.meshes)
+        whole = containing_mesh(sharding.mesh, self.meshes)
         if whole is None:
             meshes = " and ".join(map(str, self.meshes))
             raise InternalError(f"{sharding.mesh} is not part of any mesh of the source: {meshes}")

@@ -19,7 +19,7 @@ from fsdpckpt.ir.units import Groups, Units, first_misplaced
 from fsdpckpt.transform.id_order import in_model_order, listed_order
 from fsdpckpt.transform.listings import listed_names
 from fsdpckpt.transform.order_sources import from_groups, from_list, from_model, from_param_names, from_units
-from fsdpckpt.transform.parameter_order import ParameterOrder, cut
+from fsdpckpt.transform.parameter_order import ParameterOrder, split_by_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,12 @@ def _as_optimizer_lists(
     groups = None if optim is None else groups_by_user(listed.names, divided, optim, position)
     sizes = list(map(len, divided))
     if optim is not None and optim.rebuilt and len(sizes) > len(optim.groups or ()) and sum(sizes) == len(listed.rows):
-        groups = cut(
+        groups = split_by_sizes(
             listed.names, sizes
         )  # rebuilt groups may have been more, and ``divided_as_recorded`` compares them
     if groups is None:
         return listed
-    members = cut(range(len(listed.rows)), list(map(len, groups)))
+    members = split_by_sizes(range(len(listed.rows)), list(map(len, groups)))
     source = f"{listed.source}, in the optimizer's order"
     return replace(listed, members=members, in_model_order=False, source=source)
 
@@ -105,11 +105,11 @@ def groups_by_user(
     """
     sizes, parts = _group_sizes(optim), tuple(map(len, divided))
     if len(parts) == len(sizes) > 1 and sum(parts) == len(names):
-        return cut(names, parts)
+        return split_by_sizes(names, parts)
     sorted_for_ids = optim.key_type != "name" and list(names) == sorted(names)
     if not sizes or sum(sizes) != len(names) or position is None or sorted_for_ids:
         return None
-    groups = cut(names, sizes)
+    groups = split_by_sizes(names, sizes)
     if first_misplaced(names, position) is None or (optim.key_type == "name" and not _have_the_keys(groups, optim)):
         return None
     return groups

@@ -44,7 +44,7 @@ from fsdpckpt.layouts import (
     source_chunks,
 )
 from fsdpckpt.writers.protocol import WriteSpec
-from fsdpckpt.writers.state_dicts import Leaf, flatten, lost_dicts
+from fsdpckpt.writers.state_dicts import Leaf, flatten_state_dict, lost_dicts
 from fsdpckpt.writers.torch_full import lay_out_file
 
 _STEM = "archive"  # the folder torch.save uses for a file object
@@ -60,7 +60,7 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     """
     world_size = spec.world_size
     casts, notes = spec.dtypes.casts(checkpoint)
-    leaves, flattening = flatten(checkpoint, spec.section_paths, flattened_keys=spec.flattened_keys)
+    leaves, flattening = flatten_state_dict(checkpoint, spec.section_paths, flattened_keys=spec.flattened_keys)
     notes += flattening
     held_chunks = [_held_chunks(leaf.value, spec) for leaf in leaves]
     source_ranks = (rank + 1 for chunks in held_chunks if chunks for rank in chunks.unshared_ranks)

@@ -188,7 +188,7 @@ def _stored_whole(values: list[Value]) -> bool:
     )
 
 
-def flatten(
+def flatten_state_dict(
     checkpoint: Checkpoint, section_paths: Mapping[Section, SectionPath] = PLAIN_PATHS, *, flattened_keys: bool = False
 ) -> tuple[list[Leaf], list[Note]]:
     """All leaves in ``dcp.save``'s order under DCP's flat keys, with notes on what the flat form cannot hold.
@@ -230,8 +230,8 @@ def flatten(
 def lost_dicts(
     checkpoint: Checkpoint, section_paths: Mapping[Section, SectionPath] = PLAIN_PATHS, *, flattened_keys: bool = False
 ) -> tuple[LostDict, ...]:
-    """The dicts of what ``flatten`` makes leaves of that are others when the leaves are nested again. The ids of the
-    main optimizer are not among them: readers know them by its groups.
+    """The dicts of what ``flatten_state_dict`` makes leaves of that are others when the leaves are nested again. The
+    ids of the main optimizer are not among them: readers know them by its groups.
     """
     lost: list[LostDict] = []
     if checkpoint.model is not None:

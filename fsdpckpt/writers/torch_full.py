@@ -95,7 +95,7 @@ def lay_out_file(
 
     ``loadable``: see ``WriteSpec.default_loadable``.
     """
-    shared, notes = sharing(may_share, casts)
+    shared, notes = shared_views(may_share, casts)
     records = Records()
     storages = Storages(casts, shared, records)
     if stem is None:
@@ -180,7 +180,7 @@ class Storages:
         alike = (tensor.chunks.boxes, tensor.shape)
         order_and_stride = self._orders.get(alike)
         if order_and_stride is None:
-            order_and_stride = self._orders[alike] = order_of(tensor)
+            order_and_stride = self._orders[alike] = memory_order_of(tensor)
         order, stride = order_and_stride
         dtype = self._casts.get(tensor, tensor.dtype)
         key = self._keys.get(tensor)
@@ -196,7 +196,7 @@ class Storages:
         return StorageView(record.key, dtype, shared.offset, tensor.shape, shared.stride, record.content.nbytes)
 
 
-def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+def memory_order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """``memory_order`` of a tensor: only a tensor of a single chunk has an order to keep."""
     chunks = tensor.chunks
     if len(tensor.shape) < 2 or len(chunks.file) != 1:
@@ -204,7 +204,7 @@ def order_of(tensor: Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     return memory_order(tensor.shape, tuple(chunks.stride[0].tolist()))
 
 
-def sharing(
+def shared_views(
     tensors: Iterable[Tensor], casts: Mapping[Tensor, DType]
 ) -> tuple[Mapping[Tensor, _SharedView], list[Note]]:
     """The view of a shared record, for every tensor that shares memory with another one.
@@ -276,7 +276,7 @@ def _share(group: list[Tensor], casts: Mapping[Tensor, DType], views: dict[Tenso
     if any(tensor.dtype is not first.dtype or casts.get(tensor, tensor.dtype) is not dtype for tensor in group):
         return False
     if all(_same_memory(tensor, first) for tensor in group):
-        order, stride = order_of(first)
+        order, stride = memory_order_of(first)
         record = _Shared(WrittenTensor(first, dtype, order))
         for tensor in group:
             views[tensor] = _SharedView(record, 0, stride)

@@ -26,7 +26,7 @@ from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.text import plural, some_of, truncate
 from fsdpckpt.writers.protocol import WriteSpec
 from fsdpckpt.writers.state_dicts import extras_of_one
-from fsdpckpt.writers.torch_full import lay_out_file, order_of, ties
+from fsdpckpt.writers.torch_full import lay_out_file, memory_order_of, ties
 
 _VERSION = "0.19.8"  # of the DeepSpeed whose files these are
 _WEIGHT = "fp32"
@@ -118,7 +118,7 @@ def _file_of(
     """``file`` with one tensor in it. ``templates``: the first file of each kind, from which the others differ only in
     their tensor.
     """
-    dtype, (order, stride) = casts.get(tensor, tensor.dtype), order_of(tensor)
+    dtype, (order, stride) = casts.get(tensor, tensor.dtype), memory_order_of(tensor)
     key = (state, tensor.shape, dtype.name, stride)
     first = templates.setdefault(key, file)
     if first is file:

@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import ModelState
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.placements import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.storage.sources import Sources
-from fsdpckpt.transform.meshes import find_resized, resized, source_meshes, whole_of
+from fsdpckpt.transform.meshes import containing_mesh, find_resized, resized, source_meshes
 from fsdpckpt.transform.placements import AsSource, PlacementRule, Rules, TargetMesh, apply_placements
 from tests.flat.flat_synthetic import checkpoint, whole
 
@@ -122,7 +122,7 @@ def test_a_dimension_without_a_name_is_called_by_its_number() -> None:
 )
 def test_a_submesh_has_some_dimensions_of_the_whole_in_their_order(part: str, whole: str, contained: bool) -> None:
     mesh, other = parse_mesh(part), parse_mesh(whole)
-    assert whole_of(mesh, [parse_mesh("x=9"), other]) == (other if contained else None)
+    assert containing_mesh(mesh, [parse_mesh("x=9"), other]) == (other if contained else None)
 
 
 def test_the_meshes_of_a_source_are_in_the_order_of_its_tensors_and_parts_of_others_are_none() -> None:

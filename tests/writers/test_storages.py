@@ -31,9 +31,9 @@ def at(offset: int, file: int = 0) -> Tensor:
 
 
 def test_tensors_that_overlap_by_parts_of_an_element_are_copied_apart_and_noted():
-    views, notes = sharing([at(64), at(70)], {})
+    views, notes = shared_views([at(64), at(70)], {})
     assert not views and [note.kind for note in notes] == ["unshared"]
 
 
 def test_equal_places_in_different_files_are_not_shared():
-    assert sharing([at(64), at(64, file=1), at(80)], {}) == ({}, [])
+    assert shared_views([at(64), at(64, file=1), at(80)], {}) == ({}, [])

@@ -23,7 +23,14 @@ from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural, some_of
-from fsdpckpt.transform.meshes import find_resized, mesh_options, resized, shard_dimension, source_meshes, whole_of
+from fsdpckpt.transform.meshes import (
+    containing_mesh,
+    find_resized,
+    mesh_options,
+    resized,
+    shard_dimension,
+    source_meshes,
+)
 from fsdpckpt.transform.placements import AsSource, LikeCheckpoint, TargetMesh, replaced_on
 
 
@@ -61,7 +68,7 @@ def meshes_of(checkpoint: Checkpoint) -> SourceMeshes:
     """
     meshes: SourceMeshes = {mesh: [] for mesh in source_meshes(checkpoint)}
     for sharding in dict.fromkeys(tensor.sharding for tensor in checkpoint.leaves()):
-        mesh = whole_of(sharding.mesh, meshes) if sharding is not None else None
+        mesh = containing_mesh(sharding.mesh, meshes) if sharding is not None else None
         on_whole = replaced_on(sharding, mesh) if sharding is not None and mesh is not None else None
         if on_whole is not None and mesh is not None:
             meshes[mesh].append(on_whole)

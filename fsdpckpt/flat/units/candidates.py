@@ -34,7 +34,7 @@ from fsdpckpt.ir.units import FLAT_PARAM, Groups, Units
 from fsdpckpt.layouts.flattened import is_flat_key, place_units
 from fsdpckpt.text import some_of
 from fsdpckpt.transform.assignment import in_order
-from fsdpckpt.transform.parameter_order import cut
+from fsdpckpt.transform.parameter_order import split_by_sizes
 from fsdpckpt.transform.stated_orders import groups_by_user
 
 _PADDING = 16  # elements: an upper bound of the alignment that one parameter adds
@@ -355,7 +355,7 @@ def group_candidates(checkpoint: Checkpoint, units: Units) -> list[Groups | None
     sizes = list(map(len, ids))
     groups: list[Groups | None] = []
     for positions in in_order(sizes, len(keys), fits, effort=_MOST) or ():
-        groups.append(cut([keys[position] for position in positions], sizes))
+        groups.append(split_by_sizes([keys[position] for position in positions], sizes))
     return groups or ([None] if sliced else [])
 
 

@@ -49,7 +49,7 @@ from fsdpckpt.storage import is_url
 from fsdpckpt.storage.local import replace_file
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.listings import listed_names, model_names, optimizer_names
-from fsdpckpt.transform.parameter_order import cut
+from fsdpckpt.transform.parameter_order import split_by_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ def _lists_groups(units: Units, given: Sequence[str]) -> bool:
     named = units.named_groups() or ()
     if sum(map(len, named)) != len(given) or units.groups is None:
         return False
-    parts = cut(given, list(map(len, named)))
+    parts = split_by_sizes(given, list(map(len, named)))
     if [*map(set, parts)] != [*map(set, named)]:
         return False
     # A list that comes back to a flat parameter says nothing of the order of flat parameters.

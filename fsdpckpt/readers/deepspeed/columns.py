@@ -56,7 +56,7 @@ def columns_of(
     return of_experts or [columns.of_model_rank(file, ranks) for file in module.of_model_ranks]
 
 
-def members_of(columns: Sequence[Column]) -> list[list[str]]:
+def group_members(columns: Sequence[Column]) -> list[list[str]]:
     """The parameters of each param group, on all model-parallel ranks. Raises SourceCorruptError unless all ranks have
     the same number of groups.
     """
@@ -109,7 +109,7 @@ class _Columns:
         of_rank = [rank for rank in ranks if rank.file.model_rank == module.model_rank]
         flat = self._partitions(of_rank, groups)
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        return Column(module, module.model_rank, flat, shapes, _members_of(of_rank[0], flat))
+        return Column(module, module.model_rank, flat, shapes, _group_members_of_rank(of_rank[0], flat))
 
     def of_expert_ranks(self, ranks: Sequence[RankStates], experts: Experts | AutoExperts) -> list[Column]:
         """The flat tensors of each expert-parallel rank. Those of experts are divided among the ranks that have them,
@@ -151,7 +151,7 @@ class _Columns:
                 ranks=len(members),
             )
             shapes = experts.shapes(groups, expert_rank)
-            columns.append(Column(file, model_rank, joined, shapes, _members_of(of_rank[0], joined)))
+            columns.append(Column(file, model_rank, joined, shapes, _group_members_of_rank(of_rank[0], joined)))
         return columns
 
     def _partitions(
@@ -200,7 +200,7 @@ def _joined(parts: Sequence[_FlatTensors], names: Mapping[str, str], *, flat_ten
     return FlatGroups(params, slices)
 
 
-def _members_of(rank: RankStates, flat: FlatGroups) -> list[list[str]]:
+def _group_members_of_rank(rank: RankStates, flat: FlatGroups) -> list[list[str]]:
     """The parameters of each param group of ``rank``."""
     groups = groups_by_name(rank.groups, flat.params, rank.file.path)
     return [cast("list[str]", group["params"]) for group in groups]

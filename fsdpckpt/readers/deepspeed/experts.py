@@ -91,7 +91,9 @@ def experts_of(
     return Experts(size, local)
 
 
-def placed(files: Iterable[StepFile], size: int, ranks: int, stages: int = 1, *, data_first: bool) -> list[StepFile]:
+def with_expert_ranks(
+    files: Iterable[StepFile], size: int, ranks: int, stages: int = 1, *, data_first: bool
+) -> list[StepFile]:
     """``files`` with their ranks among those with the same experts, and the expert-parallel rank as the model-parallel
     one; in a pipeline those of its stage. The order stays that of the files' names. ``ranks``: data-parallel ones.
     """

@@ -20,7 +20,7 @@ from fsdpckpt.readers.deepspeed.step import (
     as_mapping,
     contradiction,
     merge_files,
-    plain,
+    plain_scaler,
     section_of,
 )
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
@@ -166,7 +166,7 @@ class ModuleStates:
     def _untrained_in(self, file: StepFile, exclude: Collection[str], fragments: _Fragments) -> StateDict:
         model = self._model_in(file, lambda name: name not in exclude, fragments)
         described = _DESCRIBED | {MAP_INFO, AUTOEP_LAYERS} if self.shards or self.experts else _DESCRIBED
-        extra = {key: plain(value) for key, value in file.root.items() if key not in described}
+        extra = {key: plain_scaler(value) for key, value in file.root.items() if key not in described}
         if self.recorded or extra.get("optimizer") is None:  # a copy of rank 0's part; else the user's own
             extra.pop("optimizer", None)
         return {"model": model, "extra": extra}

@@ -22,7 +22,7 @@ from fsdpckpt.readers.deepspeed.columns import (
     Column,
     columns_of,
     flat_tensors_of_experts,
-    members_of,
+    group_members,
     parameters_of,
 )
 from fsdpckpt.readers.deepspeed.experts import (
@@ -32,7 +32,7 @@ from fsdpckpt.readers.deepspeed.experts import (
     is_of_experts,
     of_all_stages,
     open_experts,
-    placed,
+    with_expert_ranks,
 )
 from fsdpckpt.readers.deepspeed.layers import with_layers, with_stages
 from fsdpckpt.readers.deepspeed.module_states import ModuleStates
@@ -66,7 +66,7 @@ from fsdpckpt.readers.deepspeed.step import (
     model_ranks_of,
     open_files,
     open_grid,
-    plain,
+    plain_scaler,
     require_one_run,
     require_same,
     section_of,
@@ -228,7 +228,7 @@ class _Step:
     def _placed(self, files: Sequence[StepFile], experts: Experts | AutoExperts) -> list[StepFile]:
         """``files`` with their places among the ranks that have the same experts."""
         grid = self.module.grid
-        return placed(files, experts.size, grid.data, grid.model, data_first=data_first(self._config()))
+        return with_expert_ranks(files, experts.size, grid.data, grid.model, data_first=data_first(self._config()))
 
     def tree(self) -> PartContents:
         ranks = [rank_states(file) for file in self.optim]
@@ -246,7 +246,7 @@ class _Step:
         for column in columns:
             for slices in column.flat.slices:
                 partitions.add(column.model_rank, chain(*slices))
-        members = members_of(columns)
+        members = group_members(columns)
         named = [self._named(rank, columns[rank.file.model_rank], partitions, members) for rank in ranks]
         merged = merge_files(self.optim, named)
         trained = partitions.parameters
@@ -293,7 +293,7 @@ class _Step:
         groups_by_name(rank.groups, column.flat.params, rank.file.path)  # each lists its flat tensors
         groups = [{**group, "params": list(names)} for group, names in zip(rank.groups, members, strict=True)]
         left_out = DESCRIBED_STATES | {MAP_INFO} if self.module.shards else DESCRIBED_STATES
-        extra = {key: plain(value) for key, value in rank.file.states.items() if key not in left_out}
+        extra = {key: plain_scaler(value) for key, value in rank.file.states.items() if key not in left_out}
         return {"model": model, "optimizer": {"state": states, "param_groups": groups}, "extra": extra}
 
     def _parameter(

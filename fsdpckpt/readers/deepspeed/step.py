@@ -61,7 +61,7 @@ def as_mapping(value: object, path: str, what: str) -> StateDict:
     return value
 
 
-def plain(value: object) -> object:
+def plain_scaler(value: object) -> object:
     """A loss scaler as the dict of its attributes, so that it can be loaded without DeepSpeed."""
     if isinstance(value, Object) and value.function.module.startswith("deepspeed."):
         return value.state if isinstance(value.state, dict) else None

@@ -41,7 +41,7 @@ from fsdpckpt.readers.deepspeed.step import (
     model_ranks_of,
     open_files,
     open_grid,
-    plain,
+    plain_scaler,
     require_one_run,
     section_of,
 )
@@ -183,7 +183,7 @@ class _Universal:
                 raise contradiction(optimizer.path, "it has no param_groups")
             saved = [as_mapping(group, optimizer.path, "param_groups") for group in saved]
             param_groups = groups_by_name(saved, groups, optimizer.path)
-            extra = {key: plain(value) for key, value in optimizer.root.items() if key not in DESCRIBED_STATES}
+            extra = {key: plain_scaler(value) for key, value in optimizer.root.items() if key not in DESCRIBED_STATES}
             extra.pop("param_groups", None)
             merged.append(merge_files([optimizer], [{"optimizer": {"param_groups": param_groups}, "extra": extra}]))
             root["optimizer"] = {"state": states, **section_of(merged[-1], "optimizer")}

@@ -57,7 +57,9 @@ def unknown_order(file: RankFile, *, mastered: bool = True) -> Problem:
     return Problem("parameter-order", message, file=file.archive.path, section=Section.OPTIM)
 
 
-def uncut(file: RankFile, name: str, state: str, leaf: StoredTensor, shape: tuple[int, ...]) -> SourceUnsupportedError:
+def not_split_like_weight(
+    file: RankFile, name: str, state: str, leaf: StoredTensor, shape: tuple[int, ...]
+) -> SourceUnsupportedError:
     return SourceUnsupportedError(
         f"{file.archive.path}: the state {state} of {name} is not split like the weight",
         file=file.archive.path,

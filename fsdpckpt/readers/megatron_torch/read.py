@@ -27,7 +27,14 @@ from fsdpckpt.readers.megatron_torch.optimizer import (
     unlisted_states,
 )
 from fsdpckpt.readers.megatron_torch.places import BUFFERS_FILE, Grid, RankPlace
-from fsdpckpt.readers.megatron_torch.problems import COPY_AGAIN, MAX_SHOWN, mapping, no_states, uncut, unknown_order
+from fsdpckpt.readers.megatron_torch.problems import (
+    COPY_AGAIN,
+    MAX_SHOWN,
+    mapping,
+    no_states,
+    not_split_like_weight,
+    unknown_order,
+)
 from fsdpckpt.readers.megatron_torch.rank_model import FORMAT, MODEL, Held, WholeModel
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
@@ -410,7 +417,7 @@ class _Iteration:
                 shape = shards[name].by_rank[file.rank].shape
                 for state, leaf in entry.items():
                     if isinstance(leaf, StoredTensor) and prod(leaf.shape) != 1 and leaf.shape != shape:
-                        raise uncut(file, name, str(state), leaf, shape)
+                        raise not_split_like_weight(file, name, str(state), leaf, shape)
                 states[name] = {
                     state: part(name, leaf) if isinstance(leaf, StoredTensor) and leaf.shape == shape else leaf
                     for state, leaf in entry.items()
