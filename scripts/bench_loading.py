@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdpckpt
-from fsdpckpt.options.declare import parse_size
+from fsdpckpt.options.kinds import parse_size
 
 LAYERS = 8
 

@@ -27,17 +27,8 @@ from fsdpckpt.options.commands import (
     takes_options,
     with_keywords,
 )
-from fsdpckpt.options.declare import (
-    SIZE,
-    Heading,
-    OptionRecord,
-    Scope,
-    given,
-    option,
-    options_of,
-    output_options,
-    parse_size,
-)
+from fsdpckpt.options.declare import Heading, OptionRecord, Scope, given, option, options_of, output_options
+from fsdpckpt.options.kinds import SIZE, parse_size
 from fsdpckpt.producers.table import WRITABLE
 
 KEYWORDS = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "keywords"))

@@ -18,7 +18,8 @@ from fsdpckpt.cli.output import Streams
 from fsdpckpt.errors import EMPTY, UsageError
 from fsdpckpt.options import ConvertOptions, EachOptions, LaunchOptions
 from fsdpckpt.options.commands import DiffOptions, InspectOptions, OutputOptions, UnitsOptions, VerifyOptions
-from fsdpckpt.options.declare import SIZE, Heading, Option, OptionRecord, options_of
+from fsdpckpt.options.declare import Heading, Option, OptionRecord, options_of
+from fsdpckpt.options.kinds import SIZE
 from fsdpckpt.process import gc_frozen
 from fsdpckpt.storage.protocols import require_complete_url
 from fsdpckpt.version import __version__

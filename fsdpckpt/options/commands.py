@@ -18,10 +18,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir import Section, SectionName, Strategy
 from fsdpckpt.options import FLAVORS, ConvertOptions
 from fsdpckpt.options.declare import (
-    ANY_SECTION,
     EVERYWHERE,
-    PATH,
-    VERSION,
     Heading,
     OptionRecord,
     Scope,
@@ -31,6 +28,7 @@ from fsdpckpt.options.declare import (
     options_of,
     repeatable,
 )
+from fsdpckpt.options.kinds import ANY_SECTION, PATH, VERSION
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -13,21 +13,8 @@ from typing import Literal
 
 from fsdpckpt import flags
 from fsdpckpt.ir import Container, KeyType, Layout, Section, SectionName, Strategy
-from fsdpckpt.options.declare import (
-    PATH,
-    PATHS,
-    SECTION,
-    SECTIONS,
-    SIZE,
-    TORCH_VERSION,
-    WORKERS,
-    Heading,
-    OptionRecord,
-    Scope,
-    one_of,
-    option,
-    repeatable,
-)
+from fsdpckpt.options.declare import Heading, OptionRecord, Scope, option, repeatable
+from fsdpckpt.options.kinds import PATH, PATHS, SECTION, SECTIONS, SIZE, TORCH_VERSION, WORKERS, one_of
 
 # Bytes of copy buffers: several windows for each thread, far below a laptop's memory.
 DEFAULT_MAX_MEMORY = 128 * 1024 * 1024
