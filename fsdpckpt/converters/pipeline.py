@@ -248,7 +248,7 @@ class _Conversion:
                     prepared = replace(prepared, plan=prepared.plan.without(work.complete))
                     self._complete = work.complete
                 job = divide_work(prepared, places, seen_by, budget, work.windows, publisher.copy_memory)
-                self._was_complete = places.places[0].complete and not len(job.claims)
+                self._was_complete = places.places[0].complete and not len(job.written)
                 self._note = publisher.resume_note(job, work.changed_sources)
                 journaled = joined([work.parts, *work.windows.values()])
                 if self._single_rank:

@@ -21,7 +21,7 @@ from fsdpckpt.ir.files import pack_files, unpack_files
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, FilePlan, Plan
 from fsdpckpt.plan.transfer import Segment
-from fsdpckpt.plan.written import NO_CLAIMS
+from fsdpckpt.plan.written import NOTHING_WRITTEN_IN_SEGMENTS
 from fsdpckpt.text import size_text
 
 LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: the cost of a larger request is negligible on every disk measured
@@ -120,7 +120,7 @@ def for_worker(budget: Budget, local_workers: int, *, max_memory: int, chosen: b
 class Job:
     """What all ranks do together. ``segments``: which rank writes what.
 
-    ``claims``: the windows that an interrupted run has written, by segment, in order: rows of ``plan.written``.
+    ``written``: the windows that an interrupted run has written, by segment, in order: rows of ``plan.written``.
     """
 
     plan: Plan
@@ -128,7 +128,7 @@ class Job:
     checksums: Checksums
     segments: tuple[Segment, ...]
     settings: JobSettings
-    claims: Int64Array = field(default_factory=lambda: NO_CLAIMS)
+    written: Int64Array = field(default_factory=lambda: NOTHING_WRITTEN_IN_SEGMENTS)
 
 
 def pack_job(job: Job) -> dict[str, object]:
@@ -141,7 +141,7 @@ def pack_job(job: Job) -> dict[str, object]:
     return {
         "checksums": np.stack([checksums.file, checksums.offset, checksums.nbytes, checksums.crc]),
         "segments": np.asarray(segments, np.int64).reshape(-1, 5),
-        "claims": job.claims,
+        "written": job.written,
         "files": pack_files(job.files),
         "settings": list(astuple(job.settings)),
         "bytes_read": job.plan.bytes_read,
@@ -183,7 +183,7 @@ def unpack_job(value: object) -> Job:
         checksums=Checksums(*cast("Int64Array", fields["checksums"])),
         segments=tuple(Segment(*row) for row in cast("Int64Array", fields["segments"]).tolist()),
         settings=JobSettings(*cast("list[int]", fields["settings"])),
-        claims=cast("Int64Array", fields["claims"]),
+        written=cast("Int64Array", fields["written"]),
     )
 
 

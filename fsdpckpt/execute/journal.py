@@ -179,7 +179,7 @@ class JournaledWindows:
     windows: Int64Array = field(default_factory=lambda: NOTHING_WRITTEN)  # of target files, on the disk
     parts: Int64Array = field(default_factory=lambda: NO_PARTS)  # of the source records that were read for them
 
-    def claims(self) -> Int64Array:
+    def written(self) -> Int64Array:
         """The rows of ``windows`` in order, disjoint. If two overlap (one was written again), the first is used."""
         rows = self.windows[self.windows[:, BEGIN] < self.windows[:, END]]
         rows = rows[np.lexsort((-rows[:, RECEIVED], -rows[:, END], rows[:, BEGIN], rows[:, NUMBER]))]
@@ -193,7 +193,7 @@ class JournaledWindows:
 
     @property
     def nbytes(self) -> int:
-        return written_bytes(self.claims())
+        return written_bytes(self.written())
 
     @property
     def longest(self) -> int:

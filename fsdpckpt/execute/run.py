@@ -69,7 +69,7 @@ def execute(
 
     ``seen_by[file, rank]``: which rank sees which source. ``sources`` opens those that this rank sees. ``recorder``
     keeps this rank's journal, if it writes. ``journaled``, on rank 0: the journals of an interrupted run;
-    ``job.claims`` from them are read back, and kept if they are as the journal says and ``execute.staged`` finds
+    ``job.written`` from them are read back, and kept if they are as the journal says and ``execute.staged`` finds
     nothing against them; ``reread``: they are also compared with the source. ``compare``: the files exist and are
     compared with what would be written; raises TargetExistsError if they differ. ``apart``: the sources of which ranks
     read copies that only checksums prove to be the same, so that each has to check its own. ``make_output``: makes the
@@ -101,10 +101,10 @@ def execute(
     )
     run.make_outputs(make_output or (ComparedOutput if compare else Output))
     try:
-        claims = run.read_back() if len(job.claims) else job.claims
+        written = run.read_back() if len(job.written) else job.written
         progress.begin("compare" if compare else "copy", run.bytes_left())
         with group.step("plan transfers"), group.heartbeat():
-            run.plan_transfers(claims)
+            run.plan_transfers(written)
         if group.world_size > 1:
             with group.step("make shared files"):
                 run.make_shared_files()
@@ -156,18 +156,18 @@ class _Run:
                     file,
                     self.locate(file.path),
                     own=(segment.begin, segment.end),
-                    may_exist=bool(len(job.claims)),
+                    may_exist=bool(len(job.written)),
                     expect_silence=self._expect_silence,
                 )
 
     def read_back(self) -> Int64Array:
-        """Read back what an interrupted run has written. Returns the rows of ``Job.claims`` that the ranks keep.
+        """Read back what an interrupted run has written. Returns the rows of ``Job.written`` that the ranks keep.
 
         Collective. The threads share the memory of the windows.
         """
         group, job = self.group, self.job
-        rows: dict[Window, tuple[int, int]] = {}  # the number of the claim, and its CRC-32
-        for row, (segment, begin, end, crc) in enumerate(job.claims.tolist()):
+        rows: dict[Window, tuple[int, int]] = {}  # its number, and its CRC-32
+        for row, (segment, begin, end, crc) in enumerate(job.written.tolist()):
             if segment in self.outputs:
                 rows[Window(segment, begin, end, -1)] = row, crc
                 self.outputs[segment].windows_left += 1
@@ -205,7 +205,7 @@ class _Run:
                 pool.stop(self._patience)
             self.progress.end()
         by_rank = cast("list[list[int]]", group.all_gather_objects(lost, name="lost windows"))
-        return np.delete(job.claims, [row for rows_lost in by_rank for row in rows_lost], axis=0)
+        return np.delete(job.written, [row for rows_lost in by_rank for row in rows_lost], axis=0)
 
     def bytes_left(self) -> int:
         """How many bytes this rank still has to write."""
@@ -213,8 +213,8 @@ class _Run:
         kept = sum(nbytes for output in self.outputs.values() for _, nbytes, _ in output.parts)
         return sum(segment.end - segment.begin for segment in segments) - kept
 
-    def plan_transfers(self, claims: Int64Array) -> None:
-        """Plan what this rank writes, sends and receives. ``claims``: from ``read_back``."""
+    def plan_transfers(self, written: Int64Array) -> None:
+        """Plan what this rank writes, sends and receives. ``written``: from ``read_back``."""
         job, settings = self.job, self.job.settings
         self.transfers = plan_transfers(
             job.plan,
@@ -223,7 +223,7 @@ class _Run:
             rank=self.group.rank,
             window=settings.window,
             round_bytes=settings.round_bytes,
-            written=claims,
+            written=written,
             files_at_once=1 if self.in_parts else FILES_AT_ONCE,
         )
         for number, windows in Counter(window.segment for window in self.transfers.windows).items():
@@ -322,7 +322,7 @@ class _Run:
             states = {number: list(output.export()) for number, output in shared.items()}
         sent = self.exchange.sums.by_rank if self.exchange is not None else {}
         staged = (self.staged.parts(), self.staged.wrong)
-        parts = self.check.parts() if group.rank or len(self.job.claims) else NO_PARTS
+        parts = self.check.parts() if group.rank or len(self.job.written) else NO_PARTS
         gathered = group.all_gather_objects((states, parts, sent, staged), name="join")
         by_rank = cast("list[tuple[dict[int, list[Any]], Int64Array, dict[int, int], _Staged]]", gathered)
         self._check_streams([sums for _, _, sums, _ in by_rank])
@@ -330,7 +330,7 @@ class _Run:
         if group.rank == 0:  # one rank is enough
             self.check.absorb([self.journaled.parts, *read[1:]])
         read.append(self._read_missing_parts())
-        if len(self.job.claims):
+        if len(self.job.written):
             self._check_staged(read, [staged for _, _, _, staged in by_rank])
         self._finish_shared(
             {number: OutputState(*state) for exported, *_ in by_rank for number, state in exported.items()}
@@ -378,8 +378,8 @@ class _Run:
         if group.rank == 0:
             with group.heartbeat():
                 self.check.finish()
-                claims = self.journaled.claims()
-                spans = unverified_spans(self.job.plan, claims[claims[:, RECEIVED] > 0])
+                written = self.journaled.written()
+                spans = unverified_spans(self.job.plan, written[written[:, RECEIVED] > 0])
                 of_records = self.check.missing_parts(joined_spans([spans, self.unverified]))
                 missing = np.concatenate([of_records, self.check.rest_of_files(self.job.plan)])
         ranges = cast("Int64Array", group.broadcast_object(missing, name="missing parts"))

@@ -86,7 +86,7 @@ class TransferRun:
             sends, receives = _of_round(self._transfers.sends, number), _of_round(self._transfers.receives, number)
             counts = [of_pairs(pairs, sends, receives) for pairs in peers]
             used = [each for each in counts if any(each)]
-            claim = partial(self.buffers.claim, number)
+            reserve = partial(self.buffers.reserve, number)
             for index, (sent, received) in enumerate(used):
                 first, last = index == 0, index == len(used) - 1
                 yield SendRecv(
@@ -94,8 +94,8 @@ class TransferRun:
                     received,
                     partial(self._read, assembler, number),
                     receive_into=partial(self._receive_into, number),
-                    has_room=claim if first else None,
-                    wait_for_room=partial(pool.wait, watch, claim) if first else None,
+                    has_room=reserve if first else None,
+                    wait_for_room=partial(pool.wait, watch, reserve) if first else None,
                     on_received=partial(pool.received, number) if last else None,
                 )
 
@@ -190,7 +190,7 @@ class ReceiveBuffers:
         self._not_made = min(capacity, rounds)  # each is made when it is needed: the first bytes wait for one only
         self._lock = threading.Lock()
 
-    def claim(self, number: int) -> bool:
+    def reserve(self, number: int) -> bool:
         """Make room for round ``number``, unless it has room or needs none; False while all room is taken.
 
         Reuses the buffer that was freed last: it is still in the processor's cache.

@@ -15,10 +15,10 @@ BEGIN, END = 1, 2  # in bytes of the target file
 CRC = 3
 RECEIVED = 4  # of windows in a journal: 1 if bytes came from other workers, whose source parts may be in no journal
 COLUMNS = 5
-CLAIM_COLUMNS = 4  # of windows that this run keeps: all but RECEIVED
+COLUMNS_OF_SEGMENTS = 4  # of windows by segment, which this run reads back: all but RECEIVED
 
 NOTHING_WRITTEN: Int64Array = np.zeros((0, COLUMNS), np.int64)
-NO_CLAIMS: Int64Array = np.zeros((0, CLAIM_COLUMNS), np.int64)
+NOTHING_WRITTEN_IN_SEGMENTS: Int64Array = np.zeros((0, COLUMNS_OF_SEGMENTS), np.int64)
 
 
 def written_bytes(rows: Int64Array) -> int:

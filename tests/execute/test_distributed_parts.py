@@ -98,24 +98,24 @@ def buffers(rounds: int, held: int) -> ReceiveBuffers:
 
 def test_a_round_has_room_once_both_windows_of_an_earlier_one_are_written() -> None:
     found = buffers(6, 2)
-    assert [found.claim(number) for number in (0, 1, 0, 2)] == [True, True, True, False]
+    assert [found.reserve(number) for number in (0, 1, 0, 2)] == [True, True, True, False]
     found.written(1)
-    assert not found.claim(2)
+    assert not found.reserve(2)
     found.written(1)
-    assert found.claim(2)
-    assert not found.claim(3)
-    assert found.claim(5), "a round that brings this worker nothing needs no room"
+    assert found.reserve(2)
+    assert not found.reserve(3)
+    assert found.reserve(5), "a round that brings this worker nothing needs no room"
 
 
 def test_the_room_that_was_given_back_last_is_taken_first() -> None:
     found = buffers(9, 4)
     for number in range(3):
-        assert found.claim(number)
+        assert found.reserve(number)
     rooms = [found.part(0, number, 0, 1).ctypes.data for number in range(3)]
     for number in (0, 0, 2, 2):
         found.written(number)
-    assert found.claim(3)
-    assert found.claim(4)
+    assert found.reserve(3)
+    assert found.reserve(4)
     assert [found.part(0, number, 0, 1).ctypes.data for number in (3, 4)] == [rooms[2], rooms[0]]
 
 
@@ -123,7 +123,7 @@ def test_a_stream_is_read_from_the_round_it_came_in(tmp_path) -> None:
     found, data = buffers(5, 3), {0: random.Random(1).randbytes(1000), 3: random.Random(2).randbytes(1000)}
     begins = {0: [0, 100, 201, 303], 3: [0, 7, 14, 21]}
     for number in (0, 1, 2):
-        assert found.claim(number)
+        assert found.reserve(number)
         for sender, count in ((0, 100 + number), (3, 7)):
             begin = begins[sender][number]
             for part in range(2):  # in two chunks

@@ -91,7 +91,7 @@ class Worker:
     def __init__(self, rank: int, job: Job, seen_by: np.ndarray, folder: str, uploads: Uploads | None = None) -> None:
         window, round_bytes = job.settings.window, job.settings.round_bytes
         self.transfers: TransferPlan = plan_transfers(
-            job.plan, job.segments, seen_by, rank=rank, window=window, round_bytes=round_bytes, written=job.claims
+            job.plan, job.segments, seen_by, rank=rank, window=window, round_bytes=round_bytes, written=job.written
         )
         windows_of_round = Counter(window.round for window in self.transfers.windows if window.round >= 0)
         self.buffers = ReceiveBuffers(
@@ -147,7 +147,7 @@ def run(
     held = job.settings.rounds_held
     for number in range(rounds + held):
         for worker in workers if number < rounds else ():
-            assert worker.buffers.claim(number), "no room, though rounds are written as late as they may be"
+            assert worker.buffers.reserve(number), "no room, though rounds are written as late as they may be"
         for rank, worker in enumerate(workers):
             for peer, counts in worker.transfers.sends.items() if number < rounds else ():
                 expected = workers[peer].transfers.receives[rank]
@@ -262,7 +262,7 @@ def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: in
         window = rng.choice([48, 96, 4096])
         job = Job(plan, sources, Checksums.of([]), segments, JobSettings(window, 0, 4 * window, 2, 256))
         transfers = [
-            plan_transfers(plan, segments, seen_by, rank=r, window=window, round_bytes=4 * window, written=job.claims)
+            plan_transfers(plan, segments, seen_by, rank=r, window=window, round_bytes=4 * window, written=job.written)
             for r in (0, 1)
         ]
         crossing = [sum(int(counts.sum()) for counts in each.receives.values()) for each in transfers]

@@ -147,7 +147,7 @@ def test_the_buffer_of_a_round_has_room_for_the_alignment_of_every_sender() -> N
     buffers = ReceiveBuffers(found.receives, {}, found.rounds, 1, in_place=found.in_place)
     for number in range(found.rounds):
         buffers._windows_left[number] = 1
-        assert buffers.claim(number)
+        assert buffers.reserve(number)
         room = buffers._buffers[number]
         assert len(room) <= 4 * 300 * KIB
         ends = []

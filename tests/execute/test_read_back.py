@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdpckpt.converters.output.division import claim_rows
+from fsdpckpt.converters.output.division import written_in_segments
 from fsdpckpt.errors import SourceCorruptError
 from fsdpckpt.execute.job import Budget
 from fsdpckpt.execute.journal import JournaledWindows, joined
@@ -76,7 +76,7 @@ def test_a_window_that_is_not_as_the_journal_says_is_copied_again(tmp_path: Path
     for number, file in enumerate(made.plan.files):
         path = Path(made.locate(file.path))
         data = bytearray(path.read_bytes())
-        claims = rows_of(journaled.claims(), number)
+        claims = rows_of(journaled.written(), number)
         begin, end = claims[len(claims) // 2, 1:3].tolist()
         data[(begin + end) // 2] ^= 1
         path.write_bytes(data)
@@ -92,7 +92,7 @@ def test_a_file_of_another_length_is_not_taken_up(tmp_path: Path) -> None:
     journaled = _written(made, 5, all_of_it=True)
     path = Path(made.locate(made.plan.files[0].path))
     path.write_bytes(path.read_bytes() + b"x")
-    assert _kept(_output(made, 0), rows_of(journaled.claims(), 0)) == []
+    assert _kept(_output(made, 0), rows_of(journaled.written(), 0)) == []
 
 
 def test_more_files_are_read_back_than_a_process_may_open(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_of_windows_that_overlap_one_is_believed() -> None:
         )
     )
     both = joined([one, other])
-    assert both.claims().tolist() == [[0, 0, 10, 1, 0], [0, 10, 30, 2, 1]]
+    assert both.written().tolist() == [[0, 0, 10, 1, 0], [0, 10, 30, 2, 1]]
     assert (both.nbytes, both.longest) == (30, 20)
 
 
@@ -157,10 +157,10 @@ def test_however_work_is_divided_each_open_byte_has_one_window_and_no_claim_is_c
     monkeypatch.setattr(partitioning, "_BLOCK", 16)
     rng = random.Random(seed)
     made = scene(str(tmp_path), seed)
-    claims = _written(made, seed).claims()
+    claims = _written(made, seed).written()
     workers = rng.randrange(1, 5)
     segments = partition(made.plan, range(len(made.plan.files)), list(range(workers)), written=claims)
-    written = claim_rows({0: JournaledWindows(claims)}, segments)
+    written = written_in_segments({0: JournaledWindows(claims)}, segments)
     assert len(written) == len(claims), "a claim lies across a cut"
     seen_by = np.asarray([[rng.random() < 0.5 for _ in range(workers)]])
     seen_by[0, rng.randrange(workers)] = True

@@ -209,4 +209,4 @@ def journal(data: bytes) -> object:
     if run is None:
         return None
     journaled = joined([run[1], run[1]])
-    return run[0].source_changes(run[0]), journaled.nbytes, journaled.longest, journaled.claims().tolist()
+    return run[0].source_changes(run[0]), journaled.nbytes, journaled.longest, journaled.written().tolist()

@@ -16,7 +16,7 @@ from fsdpckpt.ir.checkpoint import Layout
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Plan
 from fsdpckpt.plan.transfer import SeenBy, Segment, partition, target_node
-from fsdpckpt.plan.written import CLAIM_COLUMNS, NOTHING_WRITTEN
+from fsdpckpt.plan.written import COLUMNS_OF_SEGMENTS, NOTHING_WRITTEN
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.upload import UPLOADED_LAST
 
@@ -39,8 +39,8 @@ def divide_work(
     writers = sorted({segment.owner for segment in segments})
     exchanging = not bool(seen_by[:, writers].all())
     settings = choose_settings(plan, budget, memory, exchanging=exchanging)
-    claims = claim_rows(journaled, segments)
-    return Job(plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings, claims)
+    written = written_in_segments(journaled, segments)
+    return Job(plan, checkpoint.files, checkpoint.checksums, tuple(segments), settings, written)
 
 
 def assign_segments(
@@ -71,7 +71,7 @@ def assign_segments(
     for directory, numbers in files.items():
         if numbers or directory == 0:
             numbers[:] = sorted({*numbers, *common})
-    written = {directory: windows.claims() for directory, windows in (journaled or {}).items()}
+    written = {directory: windows.written() for directory, windows in (journaled or {}).items()}
     return [
         segment
         for directory, numbers in files.items()
@@ -95,18 +95,18 @@ def assign_parts(plan: Plan, workers: Sequence[int], part: int) -> list[Segment]
     return [*partition(plan, data, workers, part=part), *segments]
 
 
-def claim_rows(journaled: Mapping[int, JournaledWindows], segments: Sequence[Segment]) -> Int64Array:
-    """The rows of ``Job.claims``: the windows in ``journaled`` that are inside one segment of their directory."""
+def written_in_segments(journaled: Mapping[int, JournaledWindows], segments: Sequence[Segment]) -> Int64Array:
+    """The rows of ``Job.written``: the windows in ``journaled`` that are inside one segment of their directory."""
     numbers: dict[tuple[int, int], list[int]] = {}
     for number, segment in enumerate(segments):
         numbers.setdefault((segment.directory, segment.file), []).append(number)
     rows: list[tuple[int, int, int, int]] = []
     for directory, windows in journaled.items():
-        for file, begin, end, crc, _ in windows.claims().tolist():
+        for file, begin, end, crc, _ in windows.written().tolist():
             for number in numbers.get((directory, file), ()):
                 if segments[number].begin <= begin and end <= segments[number].end:
                     rows.append((number, begin, end, crc))
-    return np.asarray(sorted(rows), np.int64).reshape(-1, CLAIM_COLUMNS)
+    return np.asarray(sorted(rows), np.int64).reshape(-1, COLUMNS_OF_SEGMENTS)
 
 
 def _rank_of(path: str) -> int | None:

@@ -191,8 +191,8 @@ class Rename:
             if staging is not None:
                 files, nbytes = files_in(job, number)  # without what an earlier run has linked: links are made again
                 if staging.interrupted.resumed:
-                    claimed = job.claims[:, NUMBER].tolist()
-                    if any(job.segments[segment].directory == number for segment in claimed):
+                    segments = job.written[:, NUMBER].tolist()
+                    if any(job.segments[segment].directory == number for segment in segments):
                         staging.keep_only(files)
                     else:
                         staging.restart()

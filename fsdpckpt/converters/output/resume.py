@@ -177,9 +177,9 @@ def resume_note(
     ``interrupted``: None if DST exists and is complete. ``changed_sources``: from ``journaled_windows``. ``anew``:
     whether it says that nothing is continued.
     """
-    if len(job.claims):
+    if len(job.written):
         total = sum(segment.end - segment.begin for segment in job.segments)
-        there = f"{size_text(written_bytes(job.claims))} of {size_text(total)} were already there"
+        there = f"{size_text(written_bytes(job.written))} of {size_text(total)} were already there"
         return Note("resumed", f"continued an interrupted run: {there}")
     if interrupted is None:
         return Note("resumed", f"{target} was already complete: every byte was compared, nothing was written")
