@@ -34,7 +34,7 @@ _IDS_LISTED = 48  # ids whose candidates a message lists: each is compared with 
 
 
 @dataclass(frozen=True, slots=True)
-class Ids:
+class OptimizerIds:
     """The ids of the optimizer of ``source``, group by group, and the shapes of each one's states.
 
     ``group_sizes``: None without groups; then ``numbers`` are the ids in ``state``.
@@ -46,7 +46,7 @@ class Ids:
     state_shapes: tuple[StateShapes, ...]
 
     @classmethod
-    def find(cls, optim: Optimizer, source: str) -> Ids | SourceCorruptError:
+    def find(cls, optim: Optimizer, source: str) -> OptimizerIds | SourceCorruptError:
         """The ids of ``optim``; an error for a state that no group lists, or an id that two groups list."""
         shown = ShownShapes(optim)
         shapes = {key: shown.of(key) for key in optim.state if isinstance(key, int)}
@@ -103,7 +103,7 @@ def does_not_fit(source: str, order: ParameterOrder, details: Sequence[str]) -> 
 
 
 def find_names_of_places(
-    ids: Ids, orders: Sequence[ParameterOrder], rule: IdRule = IdRule.GROUPS
+    ids: OptimizerIds, orders: Sequence[ParameterOrder], rule: IdRule = IdRule.GROUPS
 ) -> tuple[NewKeys, ParameterOrder] | NeedsInformationError | None:
     """The names of ids that count over all parameters of the model, and the order that gives them. None if they do not;
     an error if several names fit, or if only the order of the optimizer is known.
@@ -133,7 +133,7 @@ def find_names_of_places(
     return found, model
 
 
-def may_count_by_groups(ids: Ids, names: NewKeys, order: ParameterOrder) -> bool:
+def may_count_by_groups(ids: OptimizerIds, names: NewKeys, order: ParameterOrder) -> bool:
     """Whether ``ids``, whose places in the model gave them ``names``, may be ids of ``torch.optim`` that mean others.
 
     A file of Lightning does not say which of its strategies saved it: those for FSDP count over the model, all others
@@ -148,7 +148,7 @@ def may_count_by_groups(ids: Ids, names: NewKeys, order: ParameterOrder) -> bool
     return dict(by_groups) != dict(names)
 
 
-def _model_unknown(ids: Ids, order: ParameterOrder) -> NeedsInformationError:
+def _model_unknown(ids: OptimizerIds, order: ParameterOrder) -> NeedsInformationError:
     return NeedsInformationError(
         f"{order.source} cannot name the {len(ids.numbers)} optimizer ids of {ids.source}",
         why="the ids count over all parameters of the model, and only the order of the optimizer is known",
@@ -158,7 +158,7 @@ def _model_unknown(ids: Ids, order: ParameterOrder) -> NeedsInformationError:
 
 
 def _by_place_in_group(
-    ids: Ids, groups: Sequence[Sequence[int]], named: Sequence[Sequence[str]], model: ParameterOrder
+    ids: OptimizerIds, groups: Sequence[Sequence[int]], named: Sequence[Sequence[str]], model: ParameterOrder
 ) -> NewKeys | None:
     """The names of ids whose groups have these ``named`` parameters: both are sorted by place. None if that is no
     order of the model, or if shapes contradict it.
@@ -174,7 +174,7 @@ def _by_place_in_group(
     return found if by_id == sorted(by_id) and not _misfits(ids, list(chain(*ordered)), model) else None
 
 
-def find_names(ids: Ids, order: ParameterOrder) -> NewKeys | Unnamed:
+def find_names(ids: OptimizerIds, order: ParameterOrder) -> NewKeys | Unnamed:
     """The name of each id; there must be at least one id. An error for an order that does not fit, or that fits in
     several ways.
     """
@@ -190,7 +190,7 @@ def find_names(ids: Ids, order: ParameterOrder) -> NewKeys | Unnamed:
     return _distribute(ids, ids.group_sizes, order)
 
 
-def _by_place(ids: Ids, order: ParameterOrder) -> NewKeys | NeedsInformationError | None:
+def _by_place(ids: OptimizerIds, order: ParameterOrder) -> NewKeys | NeedsInformationError | None:
     """The names of ids that count over all parameters of the model; None if they cannot, an error if several fit."""
     names = [name for name in order.names if name not in order.plain]
     doubtful = [index for index, name in enumerate(names) if name in order.doubtful]
@@ -201,7 +201,9 @@ def _by_place(ids: Ids, order: ParameterOrder) -> NewKeys | NeedsInformationErro
     return ids.named(names[index] for index in answers[0]) if answers else None
 
 
-def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]]) -> NewKeys | SourceCorruptError:
+def _by_groups(
+    ids: OptimizerIds, order: ParameterOrder, groups: Sequence[Sequence[str]]
+) -> NewKeys | SourceCorruptError:
     """If the groups are known, each id's name follows from its position; lengths and shapes must prove it."""
     names = list(chain(*groups))
     wrong = []
@@ -221,7 +223,7 @@ def _by_groups(ids: Ids, order: ParameterOrder, groups: Sequence[Sequence[str]])
     return ids.named(names)
 
 
-def _by_shapes(ids: Ids, order: ParameterOrder) -> NewKeys | NeedsInformationError:
+def _by_shapes(ids: OptimizerIds, order: ParameterOrder) -> NewKeys | NeedsInformationError:
     """If the names have no order, or the ids no groups, only shapes can decide, and who is in which group if known."""
     by_shape = ids.may_be(order.names, order)
     group_of_name = _group_of_each(order.groups) if order.groups is not None else [0] * len(order.names)
@@ -242,7 +244,7 @@ def _group_of_each(groups: Sequence[Sequence[object]]) -> list[int]:
     return [index for index, group in enumerate(groups) for _ in group]
 
 
-def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys | Unnamed:
+def _distribute(ids: OptimizerIds, group_sizes: Sequence[int], order: ParameterOrder) -> NewKeys | Unnamed:
     """If some names have no id, or their groups are not known: use the only way to distribute them in order."""
     # Equal values do not prove that two names are one parameter: those that only have them may each have an id.
     certain = tuple(name for name in order.names if name not in order.uncertain or name in order.alike)
@@ -268,7 +270,7 @@ def _distribute(ids: Ids, group_sizes: Sequence[int], order: ParameterOrder) -> 
 
 
 def _out_of_order(
-    ids: Ids, choices: Sequence[Sequence[str]], order: ParameterOrder, wrong: Sequence[str]
+    ids: OptimizerIds, choices: Sequence[Sequence[str]], order: ParameterOrder, wrong: Sequence[str]
 ) -> NewKeys | Unnamed:
     """If the job gave its optimizer the parameters in another order than the model's, which no file records: shapes.
 
@@ -286,7 +288,7 @@ def _out_of_order(
     return _ambiguous(ids, order, why, _candidates(ids, names, may_be))
 
 
-def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]:
+def _misfits(ids: OptimizerIds, names: Sequence[str], order: ParameterOrder) -> list[str]:
     """Every id whose states do not match the shape of its name."""
     return [
         f"id {number} has states of shape {shapes_text(state_shapes)}, {name} is {list(order.shape(name) or ())}"
@@ -295,13 +297,13 @@ def _misfits(ids: Ids, names: Sequence[str], order: ParameterOrder) -> list[str]
     ]
 
 
-def _count_mismatch(ids: Ids, order: ParameterOrder) -> list[str]:
+def _count_mismatch(ids: OptimizerIds, order: ParameterOrder) -> list[str]:
     of_ids, of_names = len(ids.numbers), len(order.names)
     text = f"the optimizer has {plural(of_ids, 'id')}, {order.source} {plural(of_names, 'parameter')}"
     return [text] if of_ids != of_names else []
 
 
-def _without_candidates(ids: Ids, order: ParameterOrder) -> list[str]:
+def _without_candidates(ids: OptimizerIds, order: ParameterOrder) -> list[str]:
     """What is wrong if ids outnumber names, or an id's states fit no name at all."""
     wrong: list[str] = []
     if len(order.names) < len(ids.numbers):
@@ -314,7 +316,7 @@ def _without_candidates(ids: Ids, order: ParameterOrder) -> list[str]:
     return wrong
 
 
-def _candidates(ids: Ids, names: Sequence[str], may_be: Fits) -> list[str]:
+def _candidates(ids: OptimizerIds, names: Sequence[str], may_be: Fits) -> list[str]:
     """The possible names of each of the first ids, one line each, for messages."""
     lines = []
     for at, number in enumerate(ids.numbers[:_IDS_LISTED]):
@@ -324,7 +326,7 @@ def _candidates(ids: Ids, names: Sequence[str], may_be: Fits) -> list[str]:
     return lines
 
 
-def _differences(ids: Ids, names: Sequence[str], answers: Sequence[Answer]) -> list[str]:
+def _differences(ids: OptimizerIds, names: Sequence[str], answers: Sequence[Answer]) -> list[str]:
     return [
         f"id {number} may be {names[first]} or {names[second]}"
         for number, first, second in zip(ids.numbers, *answers[:2], strict=True)
@@ -332,7 +334,9 @@ def _differences(ids: Ids, names: Sequence[str], answers: Sequence[Answer]) -> l
     ]
 
 
-def _ambiguous(ids: Ids, order: ParameterOrder, why: str, candidates: Sequence[str] = ()) -> NeedsInformationError:
+def _ambiguous(
+    ids: OptimizerIds, order: ParameterOrder, why: str, candidates: Sequence[str] = ()
+) -> NeedsInformationError:
     """The error for ids that have several possible names. It names what settles this very situation."""
     several_groups = ids.group_sizes is not None and len(ids.group_sizes) > 1
     too_many = len(order.names) > len(ids.numbers)

@@ -38,7 +38,7 @@ class PlacementRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PlacementRules:
     """The lines of a placements ``file``; the first whose glob matches decides."""
 
     file: str
@@ -54,7 +54,7 @@ class LikeCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class AsSource:
+class SourcePlacements:
     """Each tensor keeps its placements. ``meshes``: the target mesh for each of the source's meshes of all ranks, with
     all of its dimensions or some of them.
     """
@@ -70,7 +70,7 @@ class AsSource:
         return replaced_on(sharding, self.meshes[whole])
 
 
-Placing: TypeAlias = Rules | LikeCheckpoint | AsSource
+Placing: TypeAlias = PlacementRules | LikeCheckpoint | SourcePlacements
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,12 @@ def apply_placements(checkpoint: Checkpoint, named: Checkpoint, target: TargetMe
     match target.placing:
         case None:
             pass
-        case AsSource() as source:
+        case SourcePlacements() as source:
             for tensor in checkpoint.leaves():
                 if tensor.sharding is not None:
                     shardings[tensor] = source.sharding(tensor.sharding)
             _place_new_states(checkpoint, shardings)
-        case Rules() as rules:
+        case PlacementRules() as rules:
             shardings = _by_rules(named, rules)
             unproved = _undetermined(named, rules, shardings)
         case LikeCheckpoint() as other:
@@ -153,7 +153,7 @@ def _place_new_states(checkpoint: Checkpoint, shardings: dict[Tensor, Sharding |
                 shardings.setdefault(leaf, by_shape[leaf.shape])
 
 
-def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
+def _by_rules(named: Checkpoint, rules: PlacementRules) -> dict[Tensor, Sharding | None]:
     decisive: dict[str, PlacementRule | None] = {}  # the first rule that matches, by parameter
     shardings: dict[Tensor, Sharding | None] = {}
     for name, leaf in _parameters(named):
@@ -174,7 +174,7 @@ def _by_rules(named: Checkpoint, rules: Rules) -> dict[Tensor, Sharding | None]:
     return shardings
 
 
-def _undetermined(named: Checkpoint, rules: Rules, shardings: Mapping[Tensor, Sharding | None]) -> set[Tensor]:
+def _undetermined(named: Checkpoint, rules: PlacementRules, shardings: Mapping[Tensor, Sharding | None]) -> set[Tensor]:
     """The tensors that a glob cuts although nothing shows that they are parameters."""
     globs = {rule.glob for rule in rules.entries}  # a rule may also be the name of one parameter
     listed = set(named.optim.all_keys()) if named.optim is not None else set()
@@ -271,7 +271,9 @@ def _require_matched(names: list[str], what: str, instead: str) -> None:
         )
 
 
-def _unused_rule_error(rules: Rules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]) -> UsageError:
+def _unused_rule_error(
+    rules: PlacementRules, glob: str, names: Sequence[str], whole: Mapping[str, Tensor]
+) -> UsageError:
     name = next((name for name in whole if matches(name, glob)), None)
     if name is not None:
         no_dimension = "it has no dimension to cut"

@@ -24,8 +24,8 @@ from fsdpckpt.text import first_lines, plural, some_of
 from fsdpckpt.transform.id_order import OWN_GROUPS, in_model_order, listed_order, lists_own_order
 from fsdpckpt.transform.model_positions import places_in_model
 from fsdpckpt.transform.naming import (
-    Ids,
     NewKeys,
+    OptimizerIds,
     Unnamed,
     contradicted,
     does_not_fit,
@@ -113,7 +113,7 @@ def _find_named_by(
     optim = checkpoint.optim
     if optim is None or optim.key_type != "id":
         return checkpoint
-    ids = Ids.find(optim, checkpoint.source)
+    ids = OptimizerIds.find(optim, checkpoint.source)
     if isinstance(ids, FsdpckptError):
         return ids
     order = order.with_shapes_of(others)

@@ -17,7 +17,7 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.placements import MeshShape, Replicate, Shard, Sharding
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.meshes import containing_mesh, find_resized, resized, source_meshes
-from fsdpckpt.transform.placements import AsSource, PlacementRule, Rules, TargetMesh, apply_placements
+from fsdpckpt.transform.placements import PlacementRule, PlacementRules, SourcePlacements, TargetMesh, apply_placements
 from tests.flat.flat_synthetic import checkpoint, whole
 
 MESH = MeshShape((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
@@ -203,7 +203,9 @@ def test_placements_are_read_as_they_are_written(rules: Any, placed: Any, tmp_pa
                 parse_placements(str(path), [TWO], sources)
             assert (error.value.next_step == "write Shard(DIM)") is ("_StridedShard" in str(rules))
         else:
-            assert parse_placements(str(path), [TWO], sources) == Rules(str(path), (PlacementRule("*", placed),))
+            assert parse_placements(str(path), [TWO], sources) == PlacementRules(
+                str(path), (PlacementRule("*", placed),)
+            )
 
 
 def test_states_that_were_made_are_placed_like_others_of_their_shape() -> None:
@@ -216,7 +218,7 @@ def test_states_that_were_made_are_placed_like_others_of_their_shape() -> None:
     }
     model = ModelState({"w": replace(whole(5, 3), sharded=True, sharding=old), "b": whole(5)})
     held = checkpoint(6, model=model, optim=Optimizer.of({"w": states}, None))
-    found = apply_placements(held, held, TargetMesh((new,), AsSource({TWO: new})))
+    found = apply_placements(held, held, TargetMesh((new,), SourcePlacements({TWO: new})))
     placed = {named.key: named.tensor.sharding for named in found.tensors()}
     on_new = Sharding(new, old.placements)
     assert placed == {"w": on_new, "b": None, "w.step": None, "w.made": on_new, "w.kept": None, "w.row": None}
@@ -224,7 +226,7 @@ def test_states_that_were_made_are_placed_like_others_of_their_shape() -> None:
 
 def test_without_a_model_the_states_of_one_shape_show_that_of_their_parameter() -> None:
     cut = Sharding(TWO, (Shard(0), Shard(1)))
-    target = TargetMesh((TWO,), Rules("p.json", (PlacementRule("*", cut),)))
+    target = TargetMesh((TWO,), PlacementRules("p.json", (PlacementRule("*", cut),)))
     states: dict[str, Any] = {"step": whole(), "exp_avg": replace(whole(5, 3), sharded=True)}
     held = checkpoint(6, optim=Optimizer.of({"w": states}, None))
     found = apply_placements(held, held, target)

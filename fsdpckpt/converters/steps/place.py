@@ -11,7 +11,7 @@ from fsdpckpt.ir.checkpoint import Note
 from fsdpckpt.ir.row_names import normalise
 from fsdpckpt.transform.placements import (
     LikeCheckpoint,
-    Rules,
+    PlacementRules,
     apply_placements,
     place_remaining,
     warn_of_uneven_cuts,
@@ -28,7 +28,7 @@ def place(draft: Draft, decision: Decision) -> Draft:
     notes = [Note("inferred", target.note)] if target.note is not None else []
     noted = draft.checkpoint.noted(*notes)
     # Rules, and another checkpoint, say nothing of what is not sharded.
-    needs_marks = isinstance(target.placing, Rules | LikeCheckpoint)
+    needs_marks = isinstance(target.placing, PlacementRules | LikeCheckpoint)
     marked = mark_sharded(noted, sharding_hints(draft, decision)) if needs_marks else noted
     named, _ = normalise(with_written_names(draft, decision, marked))
     return draft.with_checkpoint(apply_placements(marked, named, target))
@@ -52,4 +52,6 @@ def note_unproved_cuts(draft: Draft, decision: Decision) -> Draft:
     if draft.model_for_ids:  # the model's own section notes them
         return draft
     rules = decision.mesh.placing if decision.mesh is not None else None
-    return draft.with_checkpoint(note_undetermined(draft.checkpoint, rules.file if isinstance(rules, Rules) else None))
+    return draft.with_checkpoint(
+        note_undetermined(draft.checkpoint, rules.file if isinstance(rules, PlacementRules) else None)
+    )

@@ -31,7 +31,7 @@ from fsdpckpt.transform.meshes import (
     shard_dimension,
     source_meshes,
 )
-from fsdpckpt.transform.placements import AsSource, LikeCheckpoint, TargetMesh, replaced_on
+from fsdpckpt.transform.placements import LikeCheckpoint, SourcePlacements, TargetMesh, replaced_on
 
 
 def check_mesh(options: ConvertOptions) -> tuple[MeshShape, ...]:
@@ -124,7 +124,7 @@ def _note_on_dropped(source: Checkpoint, pairs: Mapping[MeshShape, MeshShape]) -
         dropped.update(dict.fromkeys(name for name in mesh.dimension_names if name not in target.dimension_names))
     if not dropped:
         return None
-    kept = AsSource(pairs)
+    kept = SourcePlacements(pairs)
     tensors = source.model.params.values() if source.model is not None else source.leaves()
     shardings = [each.sharding for each in tensors if isinstance(each, Tensor) and each.sharding is not None]
     whole = sum(kept.sharding(sharding) is None for sharding in shardings)
@@ -312,7 +312,7 @@ def _as_source(targets: Mapping[MeshShape, MeshShape], meshes: SourceMeshes, not
     """Keep the placements on the source's ``meshes``, and replace each mesh by its target. Tensors without placements
     (of flat parameters) get those of all others, if these are alike.
     """
-    as_source = AsSource(targets)
+    as_source = SourcePlacements(targets)
     placed = {as_source.sharding(sharding) for shardings in meshes.values() for sharding in shardings}
     return TargetMesh(tuple(targets.values()), as_source, placed.pop() if len(placed) == 1 else None, note)
 
@@ -381,7 +381,7 @@ def _like_checkpoint(path: str, options: ConvertOptions, meshes: Sequence[MeshSh
             found=" and ".join(", ".join(mesh.dimension_names) for mesh in meshes),
             next_step=f"{mesh_options(whole)} with other sizes, or {flags.placements('FILE')} instead of {flags.like}",
         )
-    target = AsSource(pairs)
+    target = SourcePlacements(pairs)
     shardings: dict[str, Sharding | None] = {}
     for named in other.tensors():
         sharding = named.tensor.sharding

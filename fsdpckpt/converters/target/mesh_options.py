@@ -14,7 +14,7 @@ from fsdpckpt.layouts import as_fully_shard
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import plural
 from fsdpckpt.transform.meshes import mesh_options, shard_dimension
-from fsdpckpt.transform.placements import PlacementRule, Rules
+from fsdpckpt.transform.placements import PlacementRule, PlacementRules
 
 EXAMPLE_MESH = f"{flags.mesh('dp_replicate=2,dp_shard=4,tp=2')}"
 _DIMENSION = re.compile(r"((?P<name>[^=]*[^=\s]\s*)=\s*)?(?P<size>0*[1-9]\d{0,8})", re.ASCII)
@@ -84,7 +84,7 @@ def parse_mesh(text: str) -> MeshShape:
     return MeshShape(sizes, tuple(names) if names[0] else None)
 
 
-def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -> Rules:
+def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -> PlacementRules:
     """Read the rules in the JSON file ``path``, whose dimensions are those of ``meshes``.
 
     Raises UsageError, and SourceError for a file that cannot be read.
@@ -113,7 +113,7 @@ def parse_placements(path: str, meshes: Sequence[MeshShape], sources: Sources) -
         glob: None if entry is None else as_fully_shard(entry.mesh, entry.placements, dims[entry.mesh])
         for glob, entry in entries.items()
     }
-    return Rules(path, tuple(PlacementRule(glob, sharding) for glob, sharding in shardings.items()))
+    return PlacementRules(path, tuple(PlacementRule(glob, sharding) for glob, sharding in shardings.items()))
 
 
 def _listed_dimensions(entries: Sequence[Sharding]) -> dict[MeshShape, list[int]]:

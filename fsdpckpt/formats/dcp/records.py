@@ -22,10 +22,10 @@ from fsdpckpt.formats.pickle.operands import Columns, NotScannedError
 from fsdpckpt.formats.pickle.patterns import GET, MEMOIZED, NEW
 from fsdpckpt.formats.pickle.records import (
     Example,
-    Placed,
     Record,
     RecordRun,
     Scan,
+    ScanResolver,
     list_of,
     number,
     number_or_none,
@@ -166,7 +166,7 @@ class MetadataRuns:
 
     def __init__(self, scan: Scan) -> None:
         self._scan = scan
-        self._placed = Placed(scan, self._compare)
+        self._placed = ScanResolver(scan, self._compare)
         self._properties: dict[int, object] = {}  # of tensors, by form
         self._entries: dict[int, ScannedTensor] = {}  # by holder: most tensors are described by the same bytes
         self.finish = self._placed.finish

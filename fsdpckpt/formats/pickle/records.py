@@ -7,8 +7,8 @@ small pickle, which the checked loader reads as it reads any other.
 
 The scanner gives no reference a meaning, neither classes nor names of attributes: the loader does. Where a *form* (all
 opcodes of a record but its operands) occurs first, the record itself stays in the pickle, as an example beside the
-persistent id, and ``Placed`` has what the loader makes of it compared with its row. All records of one form have the
-same references, so they differ from the example in their operands alone. References to texts go the same way: the
+persistent id, and ``ScanResolver`` has what the loader makes of it compared with its row. All records of one form have
+the same references, so they differ from the example in their operands alone. References to texts go the same way: the
 loader says which texts these are.
 
 What cannot be proved to come out as the loader would read it is refused (``NotScannedError``), and the pickle is loaded
@@ -190,7 +190,7 @@ class Scan:
     examples: dict[int, list[Example]]
 
 
-class Placed:
+class ScanResolver:
     """Resolves the persistent ids of ``scan``. ``compare``: raises if the values of an example are not what its row
     says; texts are resolved in it.
 

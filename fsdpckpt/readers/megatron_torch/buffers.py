@@ -28,7 +28,7 @@ _MAX_STATES = 64  # ways to place the first parameters that their values allow
 
 
 @dataclass(frozen=True, slots=True)
-class Optimized:
+class OptimizerElements:
     """What the optimizer has of some elements: their float32 weights, and their states by name. The elements are those
     of a whole buffer, or of one parameter in it.
     """
@@ -36,24 +36,24 @@ class Optimized:
     weights: StoredTensor
     states: Mapping[str, StoredTensor]
 
-    def part(self, start: int, shape: tuple[int, ...]) -> Optimized:
+    def part(self, start: int, shape: tuple[int, ...]) -> OptimizerElements:
         """What it has of the parameter of ``shape`` that begins at element ``start``."""
         states = {name: _part(state, start, shape) for name, state in self.states.items()}
-        return Optimized(_part(self.weights, start, shape), states)
+        return OptimizerElements(_part(self.weights, start, shape), states)
 
 
-def flat_buffers(root: object) -> list[list[Optimized] | None] | None:
+def flat_buffers(root: object) -> list[list[OptimizerElements] | None] | None:
     """The buffers of each of the optimizers in the file with the content ``root``; None for one that another rank
     saves, and for content of another form.
     """
-    found: list[list[Optimized] | None] = []
+    found: list[list[OptimizerElements] | None] = []
     for saved in root if isinstance(root, list) else [root]:
         if saved is None:
             found.append(None)
             continue
         if not isinstance(saved, dict) or saved.get(_COALESCED) is not True:
             return None
-        own: list[Optimized] = []
+        own: list[OptimizerElements] = []
         for number, by_dtype in sorted((key, value) for key, value in saved.items() if type(key) is int):
             if number != len(own) or not isinstance(by_dtype, dict) or len(by_dtype) != 1:
                 return None
@@ -65,7 +65,7 @@ def flat_buffers(root: object) -> list[list[Optimized] | None] | None:
     return found
 
 
-def _buffer(saved: object) -> Optimized | None:
+def _buffer(saved: object) -> OptimizerElements | None:
     if not isinstance(saved, dict):
         return None
     tensors: dict[str, StoredTensor] = {
@@ -75,7 +75,7 @@ def _buffer(saved: object) -> Optimized | None:
     if _WEIGHTS not in tensors or any(flat.shape != length or flat.stride != (1,) for flat in tensors.values()):
         return None
     weights = tensors.pop(_WEIGHTS)
-    return Optimized(weights, tensors)
+    return OptimizerElements(weights, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ class BufferSearch:
     sources: Sources
 
     def parameters(
-        self, optimizers: Sequence[Sequence[Optimized] | None], chunks: Sequence[Mapping[str, StoredTensor]]
-    ) -> dict[str, Optimized] | None:
+        self, optimizers: Sequence[Sequence[OptimizerElements] | None], chunks: Sequence[Mapping[str, StoredTensor]]
+    ) -> dict[str, OptimizerElements] | None:
         """The parameters in the buffers of ``optimizers``; None unless there is exactly one way to place them.
 
         ``chunks``: the parameters of each chunk of the model.
         """
-        found: dict[str, Optimized] = {}
+        found: dict[str, OptimizerElements] = {}
         for number, buffers in enumerate(optimizers):
             if buffers is None:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdpckpt.ir.checkpoint import Problem
-from fsdpckpt.readers.megatron_torch.buffers import BufferSearch, Optimized, flat_buffers
+from fsdpckpt.readers.megatron_torch.buffers import BufferSearch, OptimizerElements, flat_buffers
 from fsdpckpt.readers.megatron_torch.names import StateDict, is_buffer
 from fsdpckpt.readers.megatron_torch.optimizer import OPTIMIZER
 from fsdpckpt.readers.megatron_torch.problems import no_places, without_states
@@ -25,7 +25,7 @@ def read_distributed(
 
     ``saved``: the optimizer in the first rank's file, which has the settings of the groups.
     """
-    placed: dict[int, dict[str, Optimized]] = {}
+    placed: dict[int, dict[str, OptimizerElements]] = {}
     for own, flat in zip(model.files, buffers, strict=True):
         if flat is None:
             continue
@@ -56,7 +56,11 @@ def read_distributed(
 
 
 def _rewritten(
-    parameters: Mapping[str, Optimized], shards: Mapping[str, Shards], rank: int, ranks: int, groups: list[StateDict]
+    parameters: Mapping[str, OptimizerElements],
+    shards: Mapping[str, Shards],
+    rank: int,
+    ranks: int,
+    groups: list[StateDict],
 ) -> StateDict:
     """One rank's ``parameters`` as parts of whole ones, as a file with a model and an optimizer has them."""
     grid = RankGrid(1, ranks)

@@ -101,7 +101,7 @@ class LayoutError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class RunArguments:
     """The arguments of a run, by name."""
 
     values: Mapping[str, object]
@@ -128,7 +128,7 @@ class Arguments:
         return self.count("num_query_groups" if grouped else "num_attention_heads")
 
 
-def shards_of(name: str, local: Shape, ranks: int, arguments: Arguments) -> Shards:
+def shards_of(name: str, local: Shape, ranks: int, arguments: RunArguments) -> Shards:
     """The shards of the parameter ``name``, of which each of ``ranks`` tensor-parallel ranks has ``local``.
 
     Raises LayoutError.
@@ -153,7 +153,7 @@ def shards_of(name: str, local: Shape, ranks: int, arguments: Arguments) -> Shar
     return _cut(local, dim, parts, ranks)
 
 
-def _extent(rule: _CutRule, parts: int, ranks: int, arguments: Arguments) -> int:
+def _extent(rule: _CutRule, parts: int, ranks: int, arguments: RunArguments) -> int:
     """How long the arguments say the dimension is that ``rule`` cuts."""
     if rule.cut is _Cut.VOCABULARY:
         return arguments.count("padded_vocab_size")
@@ -173,7 +173,7 @@ def _extent(rule: _CutRule, parts: int, ranks: int, arguments: Arguments) -> int
     return (heads if rule.cut is _Cut.HEADS else heads + 2 * groups) * arguments.count("kv_channels")
 
 
-def _sum(names: Sequence[str], arguments: Arguments) -> int:
+def _sum(names: Sequence[str], arguments: RunArguments) -> int:
     return sum(map(arguments.count, names))
 
 

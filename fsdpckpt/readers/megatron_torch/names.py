@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from fsdpckpt.ir.values import Key
-from fsdpckpt.readers.megatron_torch.layout import Arguments, LayoutError
+from fsdpckpt.readers.megatron_torch.layout import LayoutError, RunArguments
 from fsdpckpt.readers.megatron_torch.places import Grid, RankPlace
 from fsdpckpt.readers.recorded_parts import EXPERT
 
@@ -68,7 +68,7 @@ def is_buffer(name: str) -> bool:
     return name.endswith(".mlp.router.expert_bias")
 
 
-def names_of(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> NamesInModel:
+def names_of(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: RunArguments) -> NamesInModel:
     """The names of the entries of ``chunks``, the chunks of the model at each place. Raises LayoutError if they are not
     all layers and experts of a model.
     """
@@ -90,7 +90,7 @@ def names_of(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, argume
     return NamesInModel(offsets, _local_experts(chunks, grid, arguments), _is_tied(chunks, grid, arguments))
 
 
-def _local_experts(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> int:
+def _local_experts(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: RunArguments) -> int:
     """How many experts of a layer each expert-parallel rank has."""
     if grid.experts == 1:
         return 0  # they have their numbers
@@ -121,7 +121,7 @@ def _count(numbers: set[int], what: str) -> int:
     return len(numbers)
 
 
-def _is_tied(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: Arguments) -> bool:
+def _is_tied(chunks: Mapping[RankPlace, Sequence[StateDict]], grid: Grid, arguments: RunArguments) -> bool:
     """Whether the output layer of the last stage is a copy of the word embeddings."""
     if grid.stages == 1 or not any(_OUTPUT in state for own in chunks.values() for state in own):
         return False

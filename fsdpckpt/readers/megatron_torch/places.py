@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
-from fsdpckpt.readers.megatron_torch.layout import Arguments, LayoutError
+from fsdpckpt.readers.megatron_torch.layout import LayoutError, RunArguments
 from fsdpckpt.text import plural
 
 BUFFERS_FILE = "distrib_optim.pt"  # of the distributed optimizer, in the same directories
@@ -42,7 +42,7 @@ class Grid:
     expert_tensor: int
 
     @classmethod
-    def of(cls, arguments: Arguments) -> Grid:
+    def of(cls, arguments: RunArguments) -> Grid:
         """The grid of a run. Raises LayoutError."""
         tensor = arguments.count("tensor_model_parallel_size")
         stages, experts = (
@@ -78,7 +78,7 @@ class Grid:
         pairs = self._pairs(max(self.tensor, self._expert_ranks))
         return sorted(RankPlace(stage, expert, tensor) for stage in range(self.stages) for tensor, expert in pairs)
 
-    def place_of_rank(self, rank: int, arguments: Arguments) -> RankPlace | None:
+    def place_of_rank(self, rank: int, arguments: RunArguments) -> RankPlace | None:
         """Where the process ``rank`` is; None if the arguments do not say how many there are."""
         world = arguments.values.get("world_size")
         stage = 0

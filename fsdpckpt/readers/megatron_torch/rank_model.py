@@ -20,7 +20,7 @@ MODEL = "model"
 
 
 @dataclass(slots=True)
-class Held:
+class ModelInFile:
     """One file's part of the model. ``weights``: by the names in the model, in the order of the file. ``others``: what
     is no tensor. ``chunks``: the parameters of each chunk of the model.
     """
@@ -37,7 +37,7 @@ class WholeModel:
     """The model of one iteration, of which each of ``files`` has a part."""
 
     directory: str
-    files: Sequence[Held]
+    files: Sequence[ModelInFile]
     order: Sequence[str]  # all names, in the model's order
     shards: Mapping[str, Shards]  # of each tensor: what each file has of it
 

@@ -17,7 +17,7 @@ from fsdpckpt.formats.torch.tensors import StoredTensor
 from fsdpckpt.ir.checkpoint import Checksums, Evidence, EvidenceKind, Problem
 from fsdpckpt.ir.values import Key, Object, Value, equal
 from fsdpckpt.readers.megatron_torch.distributed import read_distributed
-from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, Arguments, LayoutError, shards_of
+from fsdpckpt.readers.megatron_torch.layout import LAYOUT_ARGUMENTS, LayoutError, RunArguments, shards_of
 from fsdpckpt.readers.megatron_torch.names import WORDS, StateDict, in_order, is_buffer, is_of_expert, names_of
 from fsdpckpt.readers.megatron_torch.optimizer import (
     OPTIMIZER,
@@ -35,7 +35,7 @@ from fsdpckpt.readers.megatron_torch.problems import (
     not_split_like_weight,
     unknown_order,
 )
-from fsdpckpt.readers.megatron_torch.rank_model import FORMAT, MODEL, Held, WholeModel
+from fsdpckpt.readers.megatron_torch.rank_model import FORMAT, MODEL, ModelInFile, WholeModel
 from fsdpckpt.readers.missing_ranks import ranks_missing
 from fsdpckpt.readers.model_shards import ModelShard, RankGrid, Shards, whole_shard
 from fsdpckpt.readers.optimizer_forms import notes_on_copies
@@ -135,16 +135,16 @@ class _Iteration:
         return list(self.found.values())
 
     @cached_property
-    def arguments(self) -> list[Arguments]:
+    def arguments(self) -> list[RunArguments]:
         return [self._arguments(file) for file in self.files]
 
     def _root(self, file: RankFile) -> StateDict:
         return mapping(file.archive.root, file, "its content")
 
-    def _arguments(self, file: RankFile) -> Arguments:
+    def _arguments(self, file: RankFile) -> RunArguments:
         found = self._root(file).get(_ARGUMENTS)
         state = found.state if isinstance(found, Object) else found
-        return Arguments({str(key): value for key, value in mapping(state, file, _ARGUMENTS).items()})
+        return RunArguments({str(key): value for key, value in mapping(state, file, _ARGUMENTS).items()})
 
     def _grid(self) -> tuple[Grid, dict[RankPlace, RankFile]]:
         """The ranks of the run, and the file of each. Raises unless each has one."""
@@ -262,7 +262,7 @@ class _Iteration:
             raise self._refused(f"{self.directory}: its files are not all parts of one model", [str(error)]) from None
         held = []
         for file in self.files:
-            own = Held(file, place_of[file.archive.path])
+            own = ModelInFile(file, place_of[file.archive.path])
             for number, state in enumerate(chunks[own.place]):
                 own.chunks.append({})
                 for key, leaf in state.items():
@@ -276,9 +276,9 @@ class _Iteration:
         _share_others(held)
         return WholeModel(self.directory, held, in_order(chunks, names), self._shards(grid, held))
 
-    def _shards(self, grid: Grid, held: Sequence[Held]) -> dict[str, Shards]:
+    def _shards(self, grid: Grid, held: Sequence[ModelInFile]) -> dict[str, Shards]:
         """What each file has of every parameter."""
-        holders: dict[str, list[Held]] = {}
+        holders: dict[str, list[ModelInFile]] = {}
         unknown: list[str] = []
         for own in held:
             for name in own.weights:
@@ -299,7 +299,7 @@ class _Iteration:
             raise self._refused(f"{what}{grid.kind}s {is_or_are(len(unknown))} split", unknown)
         return shards
 
-    def _shards_of(self, name: str, grid: Grid, holders: Sequence[Held], held: Sequence[Held]) -> Shards:
+    def _shards_of(self, name: str, grid: Grid, holders: Sequence[ModelInFile], held: Sequence[ModelInFile]) -> Shards:
         """The shards of one parameter. Raises LayoutError."""
         of_expert = is_of_expert(name)
         shapes = {own.weights[name].shape for own in holders}
@@ -389,7 +389,7 @@ class _Iteration:
     # The ranks' files, rewritten
 
     def _rewritten(
-        self, own: Held, shards: Mapping[str, Shards], optimizer: RankOptimizer | None, members: _Members | None
+        self, own: ModelInFile, shards: Mapping[str, Shards], optimizer: RankOptimizer | None, members: _Members | None
     ) -> StateDict:
         """One rank's file with its shards as parts of whole parameters."""
         grid, file = RankGrid(1, len(self.files)), own.file
@@ -429,9 +429,9 @@ class _Iteration:
         return root
 
 
-def _share_others(held: Sequence[Held]) -> None:
+def _share_others(held: Sequence[ModelInFile]) -> None:
     """Give every file what is no tensor of other stages and experts, as if each rank had the whole model."""
-    holders: dict[Key, list[Held]] = {}
+    holders: dict[Key, list[ModelInFile]] = {}
     for own in held:
         for name in own.others:
             holders.setdefault(name, []).append(own)

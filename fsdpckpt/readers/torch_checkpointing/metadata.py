@@ -50,7 +50,7 @@ class MeshSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class OnMesh:
+class DTensorSharding:
     """A DTensor (``DTensorShardingMetadata``)."""
 
     dtype: DType
@@ -60,7 +60,7 @@ class OnMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class AsBoxes:
+class DefaultSharding:
     """A tensor that says itself which boxes a rank holds (``DefaultShardingMetadata``).
 
     ``boxes``: start in the whole, start in the rank's tensor, size; in elements.
@@ -78,18 +78,18 @@ class CutByRank:
     """
 
     def __init__(self) -> None:
-        self._single: dict[int, OnMesh | AsBoxes] = {}
-        self._groups: list[tuple[frozenset[int], OnMesh | AsBoxes]] = []
-        self.cuts: list[OnMesh | AsBoxes] = []
+        self._single: dict[int, DTensorSharding | DefaultSharding] = {}
+        self._groups: list[tuple[frozenset[int], DTensorSharding | DefaultSharding]] = []
+        self.cuts: list[DTensorSharding | DefaultSharding] = []
 
-    def add(self, ranks: frozenset[int], cut: OnMesh | AsBoxes) -> None:
+    def add(self, ranks: frozenset[int], cut: DTensorSharding | DefaultSharding) -> None:
         self.cuts.append(cut)
         if len(ranks) > _FEW_RANKS:
             self._groups.append((ranks, cut))
         else:
             self._single.update(dict.fromkeys(ranks, cut))
 
-    def of(self, rank: int) -> OnMesh | AsBoxes | None:
+    def of(self, rank: int) -> DTensorSharding | DefaultSharding | None:
         found = self._single.get(rank)
         return found or next((cut for ranks, cut in self._groups if rank in ranks), None)
 
@@ -255,7 +255,7 @@ class _MetadataParser:
                     self._damaged(f"the file of {owner}", f"another file than that of {seen[file.path]}", file.path)
                 seen[file.path] = owner
 
-    def _sharding(self, packed: Mapping[Key, Value], key: str) -> OnMesh | AsBoxes:
+    def _sharding(self, packed: Mapping[Key, Value], key: str) -> DTensorSharding | DefaultSharding:
         data, kind = self._dict(packed.get("data"), key), packed.get("type")
         dtype = DTYPES.get(str(data.get("dtype")).removeprefix("torch."))
         shape = self._sizes(data.get("global_shape"), f"{key}: the shape")
@@ -266,9 +266,9 @@ class _MetadataParser:
             placements = self._placed(data.get("placements"), len(shape), key)
             if len(placements) != len(mesh.shape):
                 self._damaged(f"{key}: the placements", f"{len(mesh.shape)}", len(placements))
-            return OnMesh(dtype, shape, mesh, placements)
+            return DTensorSharding(dtype, shape, mesh, placements)
         if kind == "default_tensor_v1":
-            return AsBoxes(dtype, shape, self._boxes(data, shape, key))
+            return DefaultSharding(dtype, shape, self._boxes(data, shape, key))
         raise SourceUnsupportedError(
             f"{key} is cut as {truncate(kind)}, which fsdpckpt does not know",
             file=self._path,

@@ -32,10 +32,10 @@ from fsdpckpt.readers.torch_checkpointing.metadata import (
     JSON,
     SAFETENSORS,
     TORCH,
-    AsBoxes,
+    DefaultSharding,
+    DTensorSharding,
     Item,
     Metadata,
-    OnMesh,
 )
 from fsdpckpt.readers.torch_ranks.merge import RankMerge
 from fsdpckpt.readers.torch_ranks.rank_files import AlikeRanks, RankFile
@@ -192,7 +192,7 @@ def _leaf(
     key = dotted((item.name, *path))
     if tensor.dtype is not cut.dtype:
         _refuse(file, key, rank, f"{cut.dtype.name}, as {METADATA} says", tensor.dtype.name)
-    if isinstance(cut, AsBoxes):
+    if isinstance(cut, DefaultSharding):
         return _of_boxes(cut, rank, local, key, file)
     # A plain tensor is described as a replica on a mesh of all ranks: it stays plain, as in torch files.
     if all(isinstance(placement, Replicate) for placement in cut.placements):
@@ -218,7 +218,7 @@ def _leaf(
     )
 
 
-def _of_boxes(cut: AsBoxes, rank: int, local: StoredTensor, key: str, file: str) -> Distributed:
+def _of_boxes(cut: DefaultSharding, rank: int, local: StoredTensor, key: str, file: str) -> Distributed:
     boxes: list[BoxInFile] = []
     for start, begin, size in cut.boxes:
         ends = [at + n for at, n in zip(begin, size, strict=True)]
@@ -231,7 +231,7 @@ def _of_boxes(cut: AsBoxes, rank: int, local: StoredTensor, key: str, file: str)
     return Distributed("ShardedTensor", local.dtype, cut.shape, how, rank, (rank,), (), tuple(boxes))
 
 
-def _mesh(cut: OnMesh, rank: int) -> Mesh:
+def _mesh(cut: DTensorSharding, rank: int) -> Mesh:
     spec = cut.mesh
     coordinate = None
     if rank in spec.ranks:
@@ -300,13 +300,13 @@ def _contradictions(directory: str, item: Item, root: Value) -> list[Problem]:
     return problems
 
 
-def _difference(described: OnMesh | AsBoxes, leaf: Value) -> str:
+def _difference(described: DTensorSharding | DefaultSharding, leaf: Value) -> str:
     """What is wrong with ``leaf``, "" if it is as ``described``."""
     if not isinstance(leaf, Tensor):
         return "is in none of the files"
     if leaf.shape != described.shape or leaf.dtype is not described.dtype:
         return f"is {leaf.dtype.name} {shape_text(leaf.shape)}"
-    cut = isinstance(described, OnMesh) and any(
+    cut = isinstance(described, DTensorSharding) and any(
         size > 1 and not isinstance(placement, Replicate)
         for size, placement in zip(described.mesh.shape, described.placements, strict=True)
     )
