@@ -88,7 +88,9 @@ def _show(output: Streams, description: Description, options: InspectOptions) ->
     columns = output.columns
     unfold = options.all_keys or columns is None
     lines, headings = listing(description, ranks=options.ranks, unfold=unfold, columns=columns)
-    table: list[Line] = [Styled(line, Colour.HEADING) if at in headings else line for at, line in enumerate(lines)]
+    table: list[Line] = list(lines)
+    for at in headings:
+        table[at] = Styled(lines[at], Colour.HEADING)
     if columns is None:
         output.data([*(() if output.quiet else (*_summary(description, None), "")), *table])
     else:  # the summary last: it is what stays on the screen

@@ -240,7 +240,11 @@ def folded_rows(description: Description) -> list[ListedKey]:
 def _optimizers(checkpoint: Checkpoint) -> dict[str, Optimizer]:
     """The optimizer, and each of several, by the name of its section."""
     main = {str(Section.OPTIM): checkpoint.optim} if checkpoint.optim is not None else {}
-    return main | {each.label: each.content for each in checkpoint.named if isinstance(each.content, Optimizer)}
+    named: dict[str, Optimizer] = {}
+    for each in checkpoint.named:
+        if isinstance(each.content, Optimizer):
+            named[each.label] = each.content
+    return main | named
 
 
 def _trained_by(states: Sequence[NamedTensor], models: Sequence[Sequence[NamedTensor]]) -> Sequence[NamedTensor]:
@@ -265,7 +269,8 @@ def _fold(keyed: Sequence[tuple[str, ListedKey]]) -> list[ListedKey]:
 
 def _join(key: str, rows: Sequence[ListedKey]) -> ListedKey:
     """One row for several that agree in everything else."""
-    return replace(rows[0], key=key, nbytes=sum(row.nbytes for row in rows), count=sum(row.count for row in rows))
+    nbytes, count = sum(row.nbytes for row in rows), sum(row.count for row in rows)
+    return replace(rows[0], key=key, nbytes=nbytes, count=count)
 
 
 def _join_states(tensors: Sequence[NamedTensor]) -> list[ListedKey]:

@@ -106,9 +106,10 @@ def gather(
     _transfer(group, sharded, whole, sends, to=to, budget=budget)
     if not receives:
         return {}
-    tensors = [
-        tensor.detach().cpu() if cpu_offload and kind_of(tensor) == "Tensor" else tensor for tensor in tree.tensors
-    ]
+    tensors = list(tree.tensors)
+    for slot, tensor in enumerate(tensors):
+        if cpu_offload and kind_of(tensor) == "Tensor":
+            tensors[slot] = tensor.detach().cpu()
     for each, tensor in zip(sharded, whole, strict=True):
         tensors[each.slot] = tensor
     return join_tensors(tree.skeleton, tensors)

@@ -145,8 +145,10 @@ def _heads(fields: Mapping[str, object], shapes: _Shapes) -> Iterator[Disagreeme
         return
     for field, pattern in _HEADS:
         stated, found = fields.get(field), _one_size(shapes, pattern, 0)
-        if type(stated) is int and found is not None and 0 < found[1] < stated * dim and stated * dim % found[1] == 0:
-            name, rows = found
+        if type(stated) is not int or found is None:
+            continue
+        name, rows = found
+        if 0 < rows < stated * dim and stated * dim % rows == 0:
             yield Disagreement(field, stated * dim, rows, f"the rows of {name}", name, certain=True)
 
 

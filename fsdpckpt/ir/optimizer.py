@@ -210,10 +210,12 @@ class Optimizer:
 
     def map_own_values(self, change: Callable[[Tensor], Tensor]) -> Optimizer:
         """The optimizer with ``change`` applied to every tensor in the values that users put in place of states."""
-        entries = (
-            entry if entry.value is None else entry._replace(value=OwnValue(with_tensors(entry.value.value, change)))
-            for entry in self.entries
-        )
+        entries: list[StateEntry] = []
+        for entry in self.entries:
+            if entry.value is None:
+                entries.append(entry)
+            else:
+                entries.append(entry._replace(value=OwnValue(with_tensors(entry.value.value, change))))
         return replace(self, entries=tuple(entries))
 
     def with_state(self, state: Mapping[ParamKey, States]) -> Optimizer:

@@ -49,7 +49,8 @@ def alone(checkpoint: Checkpoint, named: NamedSection) -> Checkpoint:
     model, optim = (named.content, None) if isinstance(named.content, ModelState) else (None, named.content)
     if optim is not None:
         model = model_of(checkpoint, named)
-    nesting = {section: path for section, path in checkpoint.origin.nesting.items() if section is not named.section}
+    nesting = dict(checkpoint.origin.nesting)
+    nesting.pop(named.section, None)
     origin = replace(checkpoint.origin, nesting={**nesting, named.section: named.path})
     own = named.units
     if optim is not None and own is None and checkpoint.units is not None:
@@ -186,7 +187,9 @@ def with_each_optimizer(
     """
     named: list[NamedSection] = []
     for section in checkpoint.named:
-        changed = change(alone(checkpoint, section), section).optim if isinstance(section.content, Optimizer) else None
+        changed = None
+        if isinstance(section.content, Optimizer):
+            changed = change(alone(checkpoint, section), section).optim
         named.append(section if changed is None else replace(section, content=changed))
     main = replace(checkpoint, beside=main_alone(checkpoint).beside)
     return replace(change(main, None), named=tuple(named), beside=checkpoint.beside)

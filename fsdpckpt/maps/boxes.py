@@ -270,13 +270,16 @@ class Rearranger:
             return tensor
         size = tuple(boxes.size[0].tolist())
         stride, row_major = boxes.stride[0].tolist(), contiguous_stride(size)
-        if all(extent == 1 or step == plain for extent, step, plain in zip(size, stride, row_major, strict=True)):
+        steps = zip(size, stride, row_major, strict=True)
+        if all(extent == 1 or step == plain for extent, step, plain in steps):
             return tensor
         dim = size.index(max(size))
         half = size[dim] // 2
         parts = [Narrow(dim, 0, half), Narrow(dim, half, size[dim] - half)]
         begins = (0, half)
-        pieces = [self.apply(tensor, part, Widen(dim, at, size[dim])) for part, at in zip(parts, begins, strict=True)]
+        pieces: list[Tensor] = []
+        for part, at in zip(parts, begins, strict=True):
+            pieces.append(self.apply(tensor, part, Widen(dim, at, size[dim])))
         return self.join(pieces)
 
 

@@ -61,7 +61,8 @@ def partition(
     ends = np.cumsum([plan.files[number].nbytes for number in files], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     share, snap = total // len(workers), _SNAP_OBJECTS if part else _SNAP
-    marks = [_snap_to_end(total * number // len(workers), ends, share * snap) for number in range(1, len(workers))]
+    equal_cuts = [total * number // len(workers) for number in range(1, len(workers))]
+    marks = [_snap_to_end(cut, ends, share * snap) for cut in equal_cuts]
     segments: list[Segment] = []
     begin = 0
     worker = 0

@@ -76,7 +76,9 @@ def _curves(entries: Sequence[ComparedKey], kinds: Sequence[str]) -> list[dict[s
         by_layer = sums.setdefault((place[0], kind), {})
         by_layer[place[1]] = by_layer[place[1]] + entry.change if place[1] in by_layer else entry.change
     drawn = []
-    for (stack, kind), by_layer in sorted(sums.items(), key=lambda item: (item[0][0], kinds.index(item[0][1]))):
+    by_stack = sorted(sums, key=lambda at: (at[0], kinds.index(at[1])))
+    for stack, kind in by_stack:
+        by_layer = sums[stack, kind]
         layers = sorted(by_layer)
         if len(layers) < FEWEST_LAYERS:
             continue

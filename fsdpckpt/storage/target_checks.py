@@ -77,7 +77,8 @@ def _raise(error: OSError) -> None:
 
 def added_since(before: Contents, now: Contents) -> list[str]:
     """The files that came or changed after ``before``, in order."""
-    return sorted(name for name, identity in now.items() if before.get(name) != identity and not is_system_file(name))
+    changed = [name for name, identity in now.items() if before.get(name) != identity]
+    return sorted(name for name in changed if not is_system_file(name))
 
 
 def is_empty_directory(path: str) -> bool:

@@ -106,9 +106,8 @@ def compare_tensors(
     if not differences.elements:
         return SAME if numbers is None else Compared(numbers=numbers)
     squares_a = differences.squares_a + _squares_before(differences.begin, reader_a, a)
-    change = Change(
-        differences.elements * repeats, numel, differences.largest, differences.squares * repeats, squares_a * repeats
-    )
+    differing, squares = differences.elements * repeats, differences.squares * repeats
+    change = Change(differing, numel, differences.largest, squares, squares_a * repeats)
     index = [int(at) for at in np.unravel_index(differences.first, a.shape)] if a.shape else []
     text = f"{change.elements} of {numel} elements differ, first at {index}"
     if change.largest is not None:
@@ -182,14 +181,16 @@ def _are_close(
     equal = ((parts_a == parts_b) & ~np.isfinite(parts_a)) | (np.isnan(parts_a) & np.isnan(parts_b))
     parts_a[equal] = parts_b[equal] = 0
     distance, magnitude = _distances(a, b, dtype), _distances(b, np.zeros_like(b), dtype)
-    close: npt.NDArray[np.bool_] = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * magnitude)
+    allowed = tolerance.atol + tolerance.rtol * magnitude
+    close: npt.NDArray[np.bool_] = np.isfinite(distance) & (distance <= allowed)
     return close
 
 
 def _distances(a: npt.NDArray[np.generic], b: npt.NDArray[np.generic], dtype: DType) -> npt.NDArray[np.float64]:
     """|a - b| of each pair of elements."""
     if dtype.kind in ("int", "uint"):  # exact before it is rounded: float64 does not hold every 64-bit integer
-        exact: npt.NDArray[np.uint64] = np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)
+        larger, smaller = np.maximum(a, b), np.minimum(a, b)
+        exact: npt.NDArray[np.uint64] = larger.astype(np.uint64) - smaller.astype(np.uint64)
         return exact.astype(np.float64)
     wide = np.complex128 if dtype.kind == "complex" else np.float64
     distance: npt.NDArray[np.float64] = np.abs(a.astype(wide) - b.astype(wide))
@@ -263,7 +264,8 @@ def replica_sets(tensor: Tensor) -> list[list[int]]:
     for row, start, size, file, offset, stride in repeated:
         if 0 not in size:
             sets.setdefault((*start, *size), {}).setdefault((file, offset, *stride), row)
-    return [sorted(places.values(), key=chunks.rank.__getitem__) for places in sets.values() if len(places) > 1]
+    several = [places for places in sets.values() if len(places) > 1]
+    return [sorted(places.values(), key=chunks.rank.__getitem__) for places in several]
 
 
 def replica_bytes(tensor: Tensor, sets: list[list[int]]) -> int:

@@ -368,7 +368,8 @@ def _add_damage(error: SourceError, source: str, sources: Sources, *, single: bo
     in_no_damaged_file = [(text, file) for text, file in findings if os.path.normpath(file or "") not in damaged]
     named_files = [error.file, *(file for _, file in findings)]
     others = damaged - {os.path.normpath(file or "") for file in named_files}
-    all_findings = dict.fromkeys((*in_no_damaged_file, *((problem.message, problem.file) for problem in problems)))
+    of_problems = [(problem.message, problem.file) for problem in problems]
+    all_findings = dict.fromkeys((*in_no_damaged_file, *of_problems))
     if list(all_findings) != [(error.what, error.file)]:
         error.details, error.files = zip(*all_findings, strict=True)
     if others:

@@ -66,7 +66,8 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     source_ranks = (rank + 1 for chunks in held_chunks if chunks for rank in chunks.unshared_ranks)
     ranks = world_size or max(source_ranks, default=1)
     assigned = _dedup(leaves, held_chunks, casts, ranks)
-    links = _Links([(leaf.tensor, boxes) for leaf, boxes in zip(leaves, assigned, strict=True)], casts, spec.linkable)
+    boxes_of = [(leaf.tensor, boxes) for leaf, boxes in zip(leaves, assigned, strict=True)]
+    links = _Links(boxes_of, casts, spec.linkable)
     names = [links.free_name(rank) for rank in range(ranks)]
     empty_along = [_empty_along(leaf, spec) for leaf in leaves]
     files, entries = _Items(casts, names, links).lay_out(leaves, assigned, empty_along)
@@ -77,7 +78,9 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     files.append(metadata)
     for file in files:
         file.path = spec.path + file.path
-    linked = [LinkedFile(spec.path + name, number, int(links.used[number])) for number, name in links.names.items()]
+    linked: list[LinkedFile] = []
+    for number, name in links.names.items():
+        linked.append(LinkedFile(spec.path + name, number, int(links.used[number])))
     lost = lost_dicts(checkpoint, spec.section_paths, flattened_keys=spec.flattened_keys)
     return Target(files, notes, linked, lost)
 

@@ -223,7 +223,10 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     if spec.by_item:
         for item, values in items_by_rank(checkpoint, spec.section_paths, world_size).items():
             path = default_file(item, "{rank}")
-            files += ranks.files(path, values, tied) if checkpoint.rank_extra else ranks.same(path, values[0], tied)
+            if checkpoint.rank_extra:
+                files += ranks.files(path, values, tied)
+            else:
+                files += ranks.same(path, values[0], tied)
         files.append(sharding_metadata(checkpoint, spec, cut, casts, device or mesh.device))
     else:
         if checkpoint.model is not None:

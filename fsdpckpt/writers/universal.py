@@ -58,14 +58,16 @@ def lay_out(checkpoint: Checkpoint, spec: WriteSpec) -> Target:
     params = checkpoint.params
     weights = _weights(params, groups, checkpoint)
     source = flavor_named(checkpoint.flavor)
-    directory = (source.universal_directory if source is not None else "") or _directory(extra.get(_STEPS), checkpoint)
+    of_flavor = source.universal_directory if source is not None else ""
+    directory = of_flavor or _directory(extra.get(_STEPS), checkpoint)
     first_of_tie = ties([*weights.values(), *(leaf for leaf in params.values() if isinstance(leaf, Tensor))])
     name_of = {tensor: name for name, tensor in weights.items()}
-    shared: dict[Key, Value] = {
-        name: name_of[first]
-        for name, leaf in params.items()
-        if name not in weights and isinstance(leaf, Tensor) and (first := first_of_tie.get(leaf, leaf)) in name_of
-    }
+    shared: dict[Key, Value] = {}
+    for name, leaf in params.items():
+        if name not in weights and isinstance(leaf, Tensor):
+            first = first_of_tie.get(leaf, leaf)
+            if first in name_of:
+                shared[name] = name_of[first]
     files = _module_states(directory, params, weights, shared, groups, extra, casts)
     templates: dict[tuple[object, ...], TargetFile] = {}
     for name, tensor in weights.items():

@@ -223,7 +223,8 @@ class ItemReader:
         data = read_pickle(self._source, pickled, verify_checksum=has_checksums)
         pickles = self._structures.pickles
         described = pickles.get(data)
-        if described is None or described.record not in records or records[described.record].nbytes < described.last:
+        record = None if described is None else records.get(described.record)
+        if described is None or record is None or record.nbytes < described.last:
             described = pickles[data] = self._describe(data, records, begin)
         record, stored = records[described.record], described.tensor
         kind = self._structures.kind(stored.dtype, stored.shape, stored.stride)
@@ -304,7 +305,8 @@ class _BatchEnds:
         return fits
 
     def crcs(self, template: _ItemTemplate, numbers: npt.NDArray[np.intp]) -> Int64Array:
-        crcs: Int64Array = (self._masked_words[self._tail[numbers] + template.crc_at] & _MASK[4]).astype(np.int64)
+        words = self._masked_words[self._tail[numbers] + template.crc_at]
+        crcs: Int64Array = (words & _MASK[4]).astype(np.int64)
         return crcs
 
 
@@ -321,7 +323,8 @@ def _plan_reads(
     position = np.concatenate([[0], np.cumsum(last - offset)])
     request = np.cumsum(apart) - 1
     at = position[request] + begin - offset[request]
-    return at, zip(position.tolist(), offset.tolist(), (last - offset).tolist(), strict=False), int(position[-1])
+    reads = zip(position.tolist(), offset.tolist(), (last - offset).tolist(), strict=False)
+    return at, reads, int(position[-1])
 
 
 def _make_template(

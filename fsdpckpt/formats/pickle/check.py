@@ -411,7 +411,9 @@ def _children(value: Value) -> Collection[Value]:
     if isinstance(value, dict):
         keys = [key for key in value if isinstance(key, (tuple, Object))]
         attributes = getattr(value, "__dict__", None)  # an OrderedDict has some
-        return [*value.values(), *keys, *(attributes or {}).values()] if keys or attributes else value.values()
+        if not keys and not attributes:
+            return value.values()
+        return [*value.values(), *keys, *(attributes or {}).values()]
     if isinstance(value, Object):
         return [value.args, value.state, *value.items, *(part for entry in value.entries for part in entry)]
     return cast("Collection[Value]", value)
