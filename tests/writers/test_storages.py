@@ -4,7 +4,7 @@ import pytest
 
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.writers.torch_full import memory_order
+from fsdpckpt.writers.torch_full import memory_order, shared_views
 
 
 @pytest.mark.parametrize(
