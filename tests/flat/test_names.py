@@ -22,6 +22,10 @@ def of(order: str, *, orig: bool) -> Units:
     return build_units([SAME[int(number)] for number in order], PREFIXES, Settings(orig))
 
 
+def in_order(order: str) -> list[str]:
+    return [SAME[int(number)].name for number in order]
+
+
 def said(found: FlatMatch | Mismatch) -> str:
     return "\n".join(found.contradictions) if isinstance(found, Mismatch) else ""
 
@@ -71,43 +75,32 @@ def test_a_unit_may_be_listed_before_or_after_those_in_it() -> None:
     assert first_misplaced_module(units, ["b.x", "a", "b.y", "b", "c", ""]) == ("a", "b")
 
 
-def test_names_that_only_one_side_has_do_not_count() -> None:
-    units = of("012345", orig=True)
-    names = ["buffer", *(param.name for param in SAME[2:]), "other"]
-    assert list(order_contradictions(units, names, LABEL)) == []
+NESTED = build_units([named("a", 3), named("b.w", 3), named("c", 3)], ("", "b"), Settings(use_orig_params=True))
+OUTSIDE, OUTSIDE_LATER = (
+    build_units([SAME[int(number)] for number in order], PREFIXES, Settings(use_orig_params=True),
+                unmanaged=["b.0.up", "b.0.down"])
+    for order in ("012345", "014523")
+)  # fmt: skip
+CASES: dict[str, tuple[Units, list[str], list[str]]] = {
+    "names that only one side has": (
+        of("012345", orig=True), ["buffer", *(param.name for param in SAME[2:]), "other"], []),
+    # The writer of a model lists them first, whatever list the units were made of
+    "own parameters before those of children": (NESTED, ["a", "c", "b.w"], []),
+    "own parameters behind them, in another order": (NESTED, ["c", "b.w", "a"], [
+        "the order of parameters differs in the root unit: a in the units, c in the model section"]),
+    "units that are wrong inside and among each other are told once": (of("103254", orig=True), in_order("230145"), [
+        "the order of parameters differs in unit 'a': a.down in the units, a.up in the model section"]),
+    "units in another order": (of("012345", orig=True), in_order("230145"), [
+        "the order of modules differs: a in the units, b in the model section"]),
+    # FSDP1 registers the parameters it manages again, behind those that it ignores
+    "parameters beside the units may stand before": (OUTSIDE, in_order("014523"), []),
+    "and after": (OUTSIDE_LATER, in_order("012345"), []),
+}  # fmt: skip
 
 
-def test_own_parameters_may_be_listed_before_or_behind_those_of_children() -> None:
-    """The writer of a model lists them first, whatever list the units were made of."""
-    params = [named("a", 3), named("b.w", 3), named("c", 3)]
-    units = build_units(params, ("", "b"), Settings(use_orig_params=True))
-    assert list(order_contradictions(units, ["a", "c", "b.w"], LABEL)) == []
-    assert list(order_contradictions(units, ["c", "b.w", "a"], LABEL)) == [
-        "the order of parameters differs in the root unit: a in the units, c in the model section"
-    ]
-
-
-def test_units_that_are_wrong_inside_and_among_each_other_are_told_once() -> None:
-    units = of("103254", orig=True)
-    assert len(list(order_contradictions(units, [f"{SAME[int(number)].name}" for number in "230145"], LABEL))) == 1
-
-
-def test_across_units_nothing_is_said_where_only_the_order_within_them_is_known() -> None:
-    units = of("012345", orig=True)
-    other = [SAME[int(number)].name for number in "230145"]
-    assert list(order_contradictions(units, other, LABEL)) == [
-        "the order of modules differs: a in the units, b in the model section"
-    ]
-    assert list(order_contradictions(units, other, LABEL, across=False)) == []
-
-
-def test_parameters_beside_the_units_may_stand_anywhere() -> None:
-    """FSDP1 registers the parameters it manages again, behind those that it ignores."""
-    units = build_units(SAME, PREFIXES, Settings(use_orig_params=True), unmanaged=["b.0.up", "b.0.down"])
-    names = [SAME[int(number)].name for number in "014523"]
-    assert list(order_contradictions(units, names, LABEL)) == []
-    later = build_units(
-        [SAME[int(number)] for number in "014523"], PREFIXES, Settings(use_orig_params=True),
-        unmanaged=["b.0.up", "b.0.down"],
-    )  # fmt: skip
-    assert list(order_contradictions(later, [one.name for one in SAME], LABEL)) == []
+@pytest.mark.parametrize("name", CASES)
+def test_an_order_that_contradicts_units_is_said(name: str) -> None:
+    units, names, says = CASES[name]
+    assert list(order_contradictions(units, names, LABEL)) == says
+    if name == "units in another order":  # where only the order within units is known
+        assert list(order_contradictions(units, names, LABEL, across=False)) == []

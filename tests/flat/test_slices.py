@@ -18,7 +18,8 @@ from fsdpckpt.flat.slices import (
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.tensors import Chunks, Tensor
-from fsdpckpt.ir.values import Value
+from fsdpckpt.ir.units import Units
+from fsdpckpt.ir.values import Key, Value
 from tests.flat.flat_synthetic import FLOAT, checkpoint, named, replicas, slices, whole
 
 PARAMS = (named("w", 5, 3), named("b", 5), named("x", 4, 2))
@@ -56,42 +57,38 @@ def test_one_number_a_rank_is_carried_whole_and_a_step_then_is_one() -> None:
     assert is_step("step", one) and not is_step("exp_avg", one) and not is_step("step", slices([2, 2]))
 
 
-def sliced(
-    states: dict[ParamKey, dict[str, Tensor | Value]],
-    *,
-    orig: bool = False,
-    without: tuple[str, ...] = (),
-    names: bool = False,
-) -> bool:
-    units = build_units(PARAMS, ("",), Settings(orig), unmanaged=without)
-    optim = Optimizer.of(states, [{"params": list("wbx") if names else [0, 1, 2]}])
-    return is_sliced(checkpoint(1, optim=optim), units)
+VECTOR, MATRIX = whole(23, sharded=None), whole(5, 3, sharded=None)
+SHORTER, SMALL = whole(20, sharded=None), whole(4, 2, sharded=None)  # of w and b, and of x beside the units
+BESIDE: dict[str, Tensor | Value] = {"step": whole(sharded=None), "mode": "fast"}
+FLAT, ORIG, OUTSIDE = (
+    build_units(PARAMS, ("",), Settings(orig), unmanaged=without)
+    for orig, without in ((False, ()), (True, ()), (False, ("x",)))
+)
+SLICED: dict[str, tuple[Units, dict[ParamKey, dict[str, Tensor | Value]], bool]] = {
+    # An optimizer without tensors is sliced by its ids alone
+    "no states": (FLAT, {}, True), "no states of original parameters": (ORIG, {}, True),
+    "numbers": (FLAT, {0: BESIDE}, True), "numbers of original parameters": (ORIG, {0: BESIDE}, True),
+    "numbers by name": (FLAT, {"w": {"step": whole()}}, False),
+    # Of one rank slices are vectors under the ids of units
+    "a vector": (FLAT, {0: {**BESIDE, "exp_avg": VECTOR}}, True),
+    "a matrix": (FLAT, {0: {**BESIDE, "exp_avg": MATRIX}}, False),
+    "a matrix beside a vector": (FLAT, {0: {**BESIDE, "exp_avg": VECTOR, "factor": MATRIX}}, False),
+    "a vector of an original parameter": (ORIG, {0: {"exp_avg": VECTOR}}, False),
+    "a vector by name": (FLAT, {"w": {"exp_avg": VECTOR}}, False),
+    "a vector that DCP cut, a parameter's own state": (FLAT, {0: {"exp_avg": replace(VECTOR, sharded=True)}}, False),
+    "a slice": (ORIG, {0: {"exp_avg": slices([2, 2])}}, True),
+    # Parameters beside the units keep their shape; their ids come first where they are the root's own
+    "beside the units": (OUTSIDE, {0: {"exp_avg": SMALL}, 1: {"exp_avg": SHORTER}}, True),
+    "beside the units, the other way round": (OUTSIDE, {0: {"exp_avg": SHORTER}, 1: {"exp_avg": SMALL}}, False),
+}  # fmt: skip
 
 
-def test_an_optimizer_without_tensors_is_sliced_by_its_ids_alone() -> None:
-    for states in ({}, {0: {"step": whole(), "mode": "fast"}}):
-        assert sliced(dict(states)) and sliced(dict(states), orig=True)
-    assert not sliced({"w": {"step": whole()}}, names=True)
-    assert not is_sliced(checkpoint(1), build_units(PARAMS, ("",), Settings(use_orig_params=True)))
-
-
-def test_of_one_rank_slices_are_vectors_under_the_ids_of_units() -> None:
-    vector, matrix = whole(23, sharded=None), whole(5, 3, sharded=None)
-    beside: dict[str, Tensor | Value] = {"step": whole(sharded=None), "mode": "fast"}
-    assert sliced({0: {**beside, "exp_avg": vector}})
-    assert not sliced({0: {**beside, "exp_avg": matrix}})
-    assert not sliced({0: {**beside, "exp_avg": vector, "factor": matrix}})
-    assert not sliced({0: {"exp_avg": vector}}, orig=True)
-    assert not sliced({"w": {"exp_avg": vector}}, names=True)
-    assert not sliced({0: {"exp_avg": replace(vector, sharded=True)}})  # DCP cut it: it is a parameter's own state
-    assert sliced({0: {"exp_avg": slices([2, 2])}}, orig=True)
-
-
-def test_parameters_beside_the_units_keep_their_shape() -> None:
-    """Their ids come first where they are the root's own."""
-    vector, matrix = whole(20, sharded=None), whole(4, 2, sharded=None)
-    assert sliced({0: {"exp_avg": matrix}, 1: {"exp_avg": vector}}, without=("x",))
-    assert not sliced({0: {"exp_avg": vector}, 1: {"exp_avg": matrix}}, without=("x",))
+@pytest.mark.parametrize("name", SLICED)
+def test_an_optimizer_is_in_slices_by_its_ids_and_shapes(name: str) -> None:
+    units, states, expected = SLICED[name]
+    groups: list[dict[Key, Value]] = [{"params": list("wbx") if "w" in states else [0, 1, 2]}]
+    assert is_sliced(checkpoint(1, optim=Optimizer.of(dict(states), groups)), units) is expected
+    assert not is_sliced(checkpoint(1), units)
 
 
 @pytest.mark.parametrize(

@@ -121,39 +121,29 @@ def written(layout: FlatLayout, rank: int, params: list[torch.Tensor], dtype: to
     return torch.cat(chunks) if chunks else torch.empty(0, dtype=dtype)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_every_shard_is_the_one_fsdp_holds(dtype: torch.dtype, orig: bool, world_size: int) -> None:
-    for rank in ranks_of(world_size):
-        check_against_fsdp(dtype, world_size, rank, orig=orig)
+NO_SHARD, HYBRID = ({"sharding_strategy": ShardingStrategy[name]} for name in ("NO_SHARD", "HYBRID_SHARD"))
+SINGLE = torch.float32
+HELD: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
+    **{f"{dtype} on {ranks}": (dtype, ranks, {})
+       for dtype in (SINGLE, torch.bfloat16, torch.float64) for ranks in WORLDS},
+    # Without sharding every rank holds all, with the same padding
+    **{f"NO_SHARD on {ranks}": (SINGLE, ranks, NO_SHARD) for ranks in (1, 2, 3, 5, 64)},
+    # Groups of hybrid sharding pad for their own ranks
+    **{f"groups of {group} of {ranks}": (SINGLE, ranks, {**HYBRID, "group": group})
+       for ranks, group in ((7, 1), (4, 2), (10, 5))},
+    # Mixed precision decides the alignment
+    **{f"mixed with {low} on {ranks}": (SINGLE, ranks, {"mixed_precision": MixedPrecision(param_dtype=low)})
+       for low in (torch.bfloat16, torch.float64, torch.float16) for ranks in (1, 2, 3, 5, 16)},
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 64])
 @pytest.mark.parametrize("orig", [False, True])
-def test_without_sharding_every_rank_holds_all_with_the_same_padding(orig: bool, world_size: int) -> None:
+@pytest.mark.parametrize("name", HELD)
+def test_every_shard_is_the_one_fsdp_holds(name: str, orig: bool) -> None:
+    dtype, world_size, options = HELD[name]
     for rank in ranks_of(world_size):
-        check_against_fsdp(torch.float32, world_size, rank, orig=orig, sharding_strategy=ShardingStrategy.NO_SHARD)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("world_size", "group"), [(7, 1), (4, 2), (10, 5)])
-@pytest.mark.parametrize("orig", [False, True])
-def test_groups_of_hybrid_sharding_pad_for_their_own_ranks(orig: bool, world_size: int, group: int) -> None:
-    hybrid = {"group": group, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    for rank in ranks_of(world_size):
-        check_against_fsdp(torch.float32, world_size, rank, orig=orig, **hybrid)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("orig", [False, True])
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float64, torch.float16])
-def test_mixed_precision_decides_the_alignment(low: torch.dtype, orig: bool, world_size: int) -> None:
-    for rank in ranks_of(world_size):
-        check_against_fsdp(torch.float32, world_size, rank, orig=orig, mixed_precision=MixedPrecision(param_dtype=low))
+        check_against_fsdp(dtype, world_size, rank, orig=orig, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
@@ -199,29 +189,22 @@ def test_shards_in_rank_order_are_the_flat_parameter(drawn: tuple[list[int], int
     assert set(joined[layout.total :]) <= {(None, 0)}
     if aligned is None:
         assert layout.total == sum(numels)
-        return
-    assert all(start % aligned == 0 for start in layout.start.tolist())
-    assert layout.total - sum(numels) < aligned * len(numels) + drawn[1]
-
-
-@settings(max_examples=200, deadline=None)
-@given(layouts)
-def test_slices_are_the_parts_of_all_ranks(drawn: tuple[list[int], int, int | None, bool]) -> None:
-    layout = build(drawn)
-    expected = []
+    else:
+        assert all(start % aligned == 0 for start in layout.start.tolist())
+        assert layout.total - sum(numels) < aligned * len(numels) + drawn[1]
+    slices = []
     for rank in range(layout.shard_count):
         offset = 0
         for part in layout.parts(rank):
             if part.param is not None:
-                expected.append((rank, part.param, part.begin, part.count, offset))
+                slices.append((rank, part.param, part.begin, part.count, offset))
             offset += part.count
-    found = layout.slices()
-    rows = list(zip(found.rank, found.param, found.begin, found.count, found.offset, strict=True))
-    assert sorted(expected, key=lambda row: (row[1], row[0])) == [tuple(map(int, row)) for row in rows]
-    for rank in range(layout.shard_count):
         begin, end = layout.shard_range(rank)
         assert 0 <= begin <= end <= layout.total
         assert end - begin <= layout.shard_numel
+    found = layout.slices()
+    rows = list(zip(found.rank, found.param, found.begin, found.count, found.offset, strict=True))
+    assert sorted(slices, key=lambda row: (row[1], row[0])) == [tuple(map(int, row)) for row in rows]
 
 
 @st.composite

@@ -70,19 +70,7 @@ def test_chunks_are_those_of_torch_chunk(length: int, parts: int) -> None:
     for index in range(parts):
         start, size = chunk(length, parts, index)
         assert identical(numbered(length)[start : start + size], chunks[index])
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_rank_of_fsdp_holds_its_chunk_of_one_dimension(dim: int) -> None:
-    whole = numbered(7, 10)
-    chunks = list(torch.chunk(whole, 4, dim))
-    for rank in range(4):
-        start, size = chunk(whole.shape[dim], 4, rank)
-        assert identical(
-            whole.narrow(dim, start, size), chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-        )
-        if dim == 0:
-            assert mesh_box((7, 10), row_sharding(4), rank) == Box((start, 0), (size, 10))
+        assert mesh_box((length, 10), row_sharding(parts), index) == Box((start, 0), (size, 10))
 
 
 @pytest.mark.parametrize("mesh_shape", [(5,), (2, 2), (3, 2), (2, 1, 3)])

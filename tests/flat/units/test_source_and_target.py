@@ -357,6 +357,9 @@ TARGETS: dict[str, TargetRow] = {
     "a list that goes back to a module, where nothing says the model's order": TargetRow(
         Refused(4, ["no model lists them like --parameters", "--reference PATH"]), SORTED,
         request={**AS_ORIG, "parameters": (*NAMES[:2], NAMES[3], NAMES[2], *NAMES[4:])}),
+    "and a file that lists them so": TargetRow(
+        Refused(4, "no model lists them like the units of", silent=["like --parameters"]), SORTED,
+        file=relisted(ORIG, parameters=(*NAMES[:2], NAMES[3], NAMES[2], *NAMES[4:]))),
     "a file of a model without units has its names": TargetRow(
         {"units": ORIG.units}, file=UNWRAPPED, request=AS_ORIG, how="given.json, wrapping from"),
     "and its groups": TargetRow(
