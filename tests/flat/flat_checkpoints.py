@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -175,6 +175,3 @@ class Played:
             optim=optim,
             extra={},
         )
-
-
-Change = Callable[[Units], Units]

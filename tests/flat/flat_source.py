@@ -36,29 +36,28 @@ SHAPES = {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (7, 2), "b.bias": (1,)
 ORDER = ("top", "a.weight", "a.bias", "b.weight", "b.bias")  # of model.parameters()
 
 
-def param(name: str, shape: Sequence[int] | None = None, dtype: str = "float32", **more: Any) -> Parameter:
-    return Parameter(name, tuple(SHAPES[name] if shape is None else shape), DTYPES[dtype], **more)
+def param(name: str, shape: Sequence[int] | None = None, **more: Any) -> Parameter:
+    return Parameter(name, tuple(SHAPES[name] if shape is None else shape), DTYPES["float32"], **more)
 
 
-def units(*, orig: bool, strategy: Strategy = Strategy.FULL_SHARD, dtype: str = "float32", **more: Any) -> Units:
+def units(*, orig: bool, strategy: Strategy = Strategy.FULL_SHARD, **more: Any) -> Units:
     """A root with ``a`` and ``top``, and a unit ``b``."""
-    root = Unit("", tuple(param(name, dtype=dtype) for name in ("top", "a.weight", "a.bias")), strategy)
-    inner = Unit("b", tuple(param(name, dtype=dtype) for name in ("b.weight", "b.bias")), strategy)
+    root = Unit("", tuple(param(name) for name in ("top", "a.weight", "a.bias")), strategy)
+    inner = Unit("b", tuple(param(name) for name in ("b.weight", "b.bias")), strategy)
     settings: dict[str, Any] = {"parameters": ORDER, **more}
     return units_of_lists((root, inner), use_orig_params=orig, **settings)
 
 
 @dataclass
 class Model:
-    """What was trained (``weights``, ``states``), and the checkpoint of it; ``extra_states`` adds to every entry."""
+    """What was trained (``weights``, ``states``), and the checkpoint of it."""
 
     seed: int = 0
-    dtype: torch.dtype = torch.float32
     raw: Raw = field(default_factory=Raw)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        self.weights = {n: torch.randn(s, generator=generator).to(self.dtype) for n, s in SHAPES.items()}
+        self.weights = {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
         self.states: dict[str, dict[str, Any]] = {
             name: {
                 "step": torch.tensor(7.0),

@@ -72,69 +72,44 @@ def order(job: Path) -> dict[str, Options]:
     }
 
 
+# fmt: off
 SITUATIONS = {
     "a map of the other direction": Situation("fused.pt", EXPERTS, lambda _: {"--inverse": {"inverse": True}}),
     "a map that goes back already": Situation(
-        "apart.pt", {**EXPERTS, "inverse": True}, lambda _: {"--no-inverse": {"inverse": False}}
-    ),
+        "apart.pt", {**EXPERTS, "inverse": True}, lambda _: {"--no-inverse": {"inverse": False}}),
     "ids of the new model": Situation("ids.pt", EXPERTS, order),
     "ids of the new model, in DCP": Situation("ids.pt", {**EXPERTS, "to": "sharded", "world_size": 2}, order),
     "ids of the optimizer alone": Situation("ids.pt", {**EXPERTS, "only": "optim"}, order),
     "a name that no map has": Situation(
-        "apart.pt", {"map": "experts"}, lambda job: {"--map": {"map": job / "experts.toml"}}
-    ),
+        "apart.pt", {"map": "experts"}, lambda job: {"--map": {"map": job / "experts.toml"}}),
     "parameters without a rule": Situation(
-        "apart.pt",
-        {"map": "strict.toml"},
-        lambda _: {"--exclude": {"exclude": ["*.router.*", "head.*"]}},
-    ),
+        "apart.pt", {"map": "strict.toml"}, lambda _: {"--exclude": {"exclude": ["*.router.*", "head.*"]}}),
     "a number that is unknown": Situation(
-        "apart.pt",
-        {"map": "halves.toml"},
-        lambda job: {"--map-value": {"map_value": {"half": 11}}, "--reference": {"reference": job / "base"}},
-    ),
+        "apart.pt", {"map": "halves.toml"},
+        lambda job: {"--map-value": {"map_value": {"half": 11}}, "--reference": {"reference": job / "base"}}),
     "a number that a map does not have": Situation(
-        "apart.pt", {**EXPERTS, "map_value": {"half": 11}}, lambda _: {"--map-value": {"map_value": None}}
-    ),
+        "apart.pt", {**EXPERTS, "map_value": {"half": 11}}, lambda _: {"--map-value": {"map_value": None}}),
     "a number that is none": Situation(
-        "apart.pt",
-        {"map": "halves.toml", "map_value": {"half": 0}},
-        lambda _: {"--map-value": {"map_value": {"half": 11}}},
-    ),
+        "apart.pt", {"map": "halves.toml", "map_value": {"half": 0}},
+        lambda _: {"--map-value": {"map_value": {"half": 11}}}),
     "a number that contradicts the configuration": Situation(
-        "apart.pt",
-        {"map": "halves.toml", "map_value": {"half": 1}, "reference": "base"},
-        lambda _: {"--map-value": {"map_value": None}},
-    ),
+        "apart.pt", {"map": "halves.toml", "map_value": {"half": 1}, "reference": "base"},
+        lambda _: {"--map-value": {"map_value": None}}),
     "a number without a map": Situation(
-        "apart.pt",
-        {"map_value": {"half": 11}},
-        lambda job: {"--map-value": {"map_value": None}, "--map": {"map": job / "halves.toml"}},
-    ),
+        "apart.pt", {"map_value": {"half": 11}},
+        lambda job: {"--map-value": {"map_value": None}, "--map": {"map": job / "halves.toml"}}),
     "the other direction of no map": Situation(
-        "fused.pt",
-        {"inverse": True},
-        lambda job: {"--inverse": {"inverse": False}, "--map": {"map": job / "experts.toml"}},
-    ),
+        "fused.pt", {"inverse": True},
+        lambda job: {"--inverse": {"inverse": False}, "--map": {"map": job / "experts.toml"}}),
     "states that cannot be joined": Situation("untrained.pt", EXPERTS, lambda _: {"--only": {"only": "model"}}),
-    "a flattened target of unknown modules": Situation(
-        "apart.pt",
-        FLAT,
-        lambda job: {
-            "--unit": {"unit": ["blocks.*"], "parameters": job / "names.txt"},
-            "--units": {"units": job / "new" / "units.json", "unit": ["blocks.*"]},
-        },
-    ),
-    "a flattened target in an unknown order": Situation(
-        "apart.pt",
-        {**FLAT, "unit": ["none"]},
-        lambda job: {
-            "--parameters": {"parameters": job / "names.txt"},
-            "--reference": {"reference": job / "reference.pt"},
-            "--units": {"units": job / "new" / "units.json"},
-        },
-    ),
+    "a flattened target of unknown modules": Situation("apart.pt", FLAT, lambda job: {
+        "--unit": {"unit": ["blocks.*"], "parameters": job / "names.txt"},
+        "--units": {"units": job / "new" / "units.json", "unit": ["blocks.*"]}}),
+    "a flattened target in an unknown order": Situation("apart.pt", {**FLAT, "unit": ["none"]}, lambda job: {
+        "--parameters": {"parameters": job / "names.txt"}, "--reference": {"reference": job / "reference.pt"},
+        "--units": {"units": job / "new" / "units.json"}}),
 }
+# fmt: on
 
 
 def in_job(options: Options, job: Path) -> Options:

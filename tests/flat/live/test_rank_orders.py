@@ -25,7 +25,7 @@ from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit
 from tests.flat.live.conftest import World
-from tests.oracle.compare import differences, identical
+from tests.oracle.compare import identical, require_identical
 from tests.readers.contents import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,6 +88,13 @@ def train(
     return [saved[rank] for rank in sorted(saved)]
 
 
+def states_by_name(folder: Path, **options: Any) -> Any:
+    """The states of what was saved in ``folder``, written to a file beside it."""
+    full = folder.with_suffix(".pt")
+    fsdpckpt.convert(folder, full, to="full", key_type="name", only="optim", **options)
+    return torch.load(full)["state"]
+
+
 @pytest.mark.parametrize("orig", [False, True])
 @pytest.mark.parametrize(("arrange", "ranks"), [(reversed_on_odd_ranks, (0, 1)), (in_groups, (2, 1, 0))])
 def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
@@ -97,11 +104,8 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
     train(world, tmp_path / "same", same, orig=orig, ranks=ranks)
     saved = train(world, tmp_path / "other", arrange, orig=orig, ranks=ranks)
     assert json.loads((tmp_path / "other" / "units.json").read_text())["version"] == 2
-    full = {}
-    for name in ("same", "other"):
-        fsdpckpt.convert(tmp_path / name, tmp_path / f"{name}.pt", to="full", key_type="name", only="optim")
-        full[name] = torch.load(tmp_path / f"{name}.pt")["state"]
-    assert differences(full["other"], full["same"]) == []
+    expected = states_by_name(tmp_path / "same")
+    require_identical(states_by_name(tmp_path / "other"), expected)
     again = {"to": "flattened", "world_size": count, "key_type": "id", "only": "optim"}
     units = tmp_path / "other" / "units.json"
     fsdpckpt.convert(tmp_path / "other.pt", tmp_path / "back", units=units, **again)
@@ -109,7 +113,7 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
     for folder in ("back", "kept"):
         for rank, state in enumerate(saved):
             written = torch.load(tmp_path / folder / f"optim_world_size_{count}_rank_{rank}.pt")
-            assert differences(written, state) == []
+            require_identical(written, state)
         assert fsdpckpt.verify(tmp_path / folder).whole
     assert fsdpckpt.diff(tmp_path / "other", tmp_path / "kept").same
     with pytest.raises(NeedsInformationError, match="different orders") as error:
@@ -120,21 +124,18 @@ def test_every_rank_s_ids_are_read_and_written_in_its_own_order(
     assert "name" in str(error.value.next_step)
     fsdpckpt.convert(tmp_path / "other", tmp_path / "ids.pt", to="full", only="optim")
     ids = torch.load(tmp_path / "ids.pt")["state"]
-    assert sorted(ids) == list(range(len(full["same"])))
+    assert sorted(ids) == list(range(len(expected)))
 
 
 def test_every_command_takes_the_order_from_a_units_file_elsewhere(world: World, tmp_path: Path) -> None:
     """Nothing else says it, and where lengths are equal nothing shows that it is missing."""
+    states: dict[str, Any] = {}
     for name, arrange in (("same", same), ("other", reversed_on_odd_ranks)):
         train(world, tmp_path / name, arrange, orig=True)
-        (tmp_path / name / "units.json").replace(tmp_path / f"{name}.json")
-        units = tmp_path / f"{name}.json"
-        fsdpckpt.convert(
-            tmp_path / name, tmp_path / f"{name}.pt", to="full", key_type="name", only="optim", units=units
-        )
-    expected = torch.load(tmp_path / "same.pt")["state"]
-    assert differences(torch.load(tmp_path / "other.pt")["state"], expected) == []
-    units = tmp_path / "other.json"
+        units = (tmp_path / name / "units.json").replace(tmp_path / f"{name}.json")
+        states[name] = states_by_name(tmp_path / name, units=units)
+    expected = states["same"]
+    require_identical(states["other"], expected)
     verified = fsdpckpt.verify(tmp_path / "other", units=units, digests=True)
     assert verified.whole and verified.digests == fsdpckpt.verify(tmp_path / "other.pt", digests=True).digests
     assert fsdpckpt.diff(tmp_path / "other", tmp_path / "other.pt", units=units).same
@@ -159,11 +160,8 @@ def test_param_names_say_the_order_of_each_rank_and_not_that_of_the_ranks_that_w
     train(world, tmp_path / "same", same, orig=True)
     train(world, tmp_path / "other", lambda rank, named: named[::-1] if rank else named, orig=True)
     (tmp_path / "same" / "units.json").replace(tmp_path / "other" / "units.json")
-    fsdpckpt.convert(tmp_path / "other", tmp_path / "other.pt", to="full", key_type="name", only="optim")
-    units = tmp_path / "other" / "units.json"
-    fsdpckpt.convert(tmp_path / "same", tmp_path / "same.pt", to="full", key_type="name", only="optim", units=units)
-    full = [torch.load(tmp_path / f"{name}.pt")["state"] for name in ("same", "other")]
-    assert differences(*full) == []
+    expected = states_by_name(tmp_path / "same", units=tmp_path / "other" / "units.json")
+    require_identical(states_by_name(tmp_path / "other"), expected)
     with pytest.raises(NeedsInformationError, match="different orders"):
         fsdpckpt.convert(tmp_path / "other", tmp_path / "back", to="flattened", world_size=2)
 
@@ -192,7 +190,7 @@ def test_a_name_that_is_left_out_or_new_leaves_the_orders_of_ranks_in_force(worl
         held = {name: new["state"][number] for number, name in enumerate(after) if number in new["state"]}
         expected = {name: old["state"][number] for number, name in enumerate(before) if number in old["state"]}
         expected = {name: states for name, states in expected.items() if name in kept}
-        assert differences(held, expected) == []
+        require_identical(held, expected)
 
 
 def test_the_order_in_which_ranks_call_makes_no_difference(world: World, tmp_path: Path) -> None:
@@ -211,10 +209,10 @@ def test_parameters_that_one_rank_has_alone_stay_its_own(world: World, tmp_path:
     full = torch.load(tmp_path / "full.pt")
     own = ["own0.weight", "own0.bias", "own1.weight", "own1.bias"]
     assert [name for name in full["param_groups"][0]["params"] if name.startswith("own")] == own
-    assert differences(full["state"]["own1.bias"], saved[2]["state"][7]) == []
+    require_identical(full["state"]["own1.bias"], saved[2]["state"][7])
     fsdpckpt.convert(tmp_path / "saved", tmp_path / "back", to="flattened", world_size=3, only="optim")
     for rank, state in enumerate(saved):
-        assert differences(torch.load(tmp_path / "back" / f"optim_world_size_3_rank_{rank}.pt"), state) == []
+        require_identical(torch.load(tmp_path / "back" / f"optim_world_size_3_rank_{rank}.pt"), state)
 
 
 @pytest.mark.parametrize(
@@ -228,16 +226,12 @@ def test_parameters_that_one_rank_has_alone_stay_its_own(world: World, tmp_path:
 )
 def test_what_differs_of_a_parameter_outside_of_the_units_is_said(change: dict[str, Any], text: str) -> None:
     inside, outside = (
-        Parameter("blocks.0.weight", (6, 2), DTYPES["float32"]),
-        Parameter("head", (3, 2), DTYPES["float32"]),
+        Parameter(name, shape, DTYPES["float32"]) for name, shape in (("blocks.0.weight", (6, 2)), ("head", (3, 2)))
     )
     units = units_of_lists(
-        (Unit("blocks.0", (inside,)),),
-        ("blocks.0.weight", "head"),
-        use_orig_params=True,
-        unmanaged=(outside,),
+        (Unit("blocks.0", (inside,)),), ("blocks.0.weight", "head"), use_orig_params=True, unmanaged=(outside,),
         world_size=2,
-    )
+    )  # fmt: skip
     usual = units.with_groups((("blocks.0.weight",),))
     other = replace(units.with_groups((("head",),)), unmanaged=(replace(outside, **change),))
     with pytest.raises(SourceUnsupportedError) as refused:

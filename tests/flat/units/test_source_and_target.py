@@ -252,6 +252,7 @@ SORTED = full(sorted(PARAMS, key=lambda one: one.name))
 LAST = full((*PARAMS, named("position", 64)), by_name())
 HALF_HEAD = (*PARAMS[:-1], replace(PARAMS[-1], dtype=BF16))
 SCALAR_HEAD = (*PARAMS[:-1], named("h.scale"))
+APART = (named("a.x.w", 6, 7), named("b.w", 5), named("a.y.w", 3))
 SAME = (named("a.weight", 6, 7), named("b.weight", 6, 7))
 TIED = full((*PARAMS[:-1], named("h.weight", 17, 9)), by_name(PARAMS[:-1]))
 BIASES = [[name for name in NAMES if ("bias" in name) is bias] for bias in (False, True)]
@@ -360,6 +361,10 @@ TARGETS: dict[str, TargetRow] = {
     "and a file that lists them so": TargetRow(
         Refused(4, "no model lists them like the units of", silent=["like --parameters"]), SORTED,
         file=relisted(ORIG, parameters=(*NAMES[:2], NAMES[3], NAMES[2], *NAMES[4:]))),
+    "where each flat parameter has one, and no optimizer has ids, no order matters": TargetRow(
+        {"parameters": tuple(one.name for one in APART)}, replace(full(APART), optim=None),
+        request={"globs": ("a.x", "a.y", "b"), "use_orig_params": True,
+                 "parameters": tuple(one.name for one in APART)}),
     "a file of a model without units has its names": TargetRow(
         {"units": ORIG.units}, file=UNWRAPPED, request=AS_ORIG, how="given.json, wrapping from"),
     "and its groups": TargetRow(
