@@ -69,10 +69,14 @@ def loaded(layouts: Library, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.mark.parametrize("name", [*FRAMEWORKS, "to-safetensors"])
-def test_each_framework_goes_on_as_from_its_own_files(loaded: tuple[Path, Losses, dict[str, str]], name: str) -> None:
-    _, losses, _ = loaded
+def test_each_framework_goes_on_as_from_its_own_files_and_verify_says_so(
+    loaded: tuple[Path, Losses, dict[str, str]], name: str
+) -> None:
+    path, losses, _ = loaded
     assert losses["reference"][0][-1] == "4", losses["reference"]
     assert losses[name] == losses["reference"]
+    if name in FRAMEWORKS:
+        assert not resumption(path / name, flavor_of(name)).missing
 
 
 @pytest.mark.parametrize("name", MOVED)
@@ -99,20 +103,8 @@ def test_it_is_recognised_by_name_and_every_file_is_accounted_for(layouts: Libra
     assert all(fates.values())
     unread = {path.name for path, found in fates.items() if found is not None and found.fate is Fate.LEFT_OUT}
     described = {".metadata.json", "config.json", "config.yaml", "losses.json", "meta.json", "tokenizer_config.json"}
-    assert unread <= described | {
-        "fsdp_config.json",
-        "data.pt",
-        "trainer_state.pt",
-        "metadata.json",
-        "CHECKPOINT_COMPLETE",
-    }
-
-
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_verify_says_that_it_resumes_and_what_is_missing_if_its_own_files_are_gone(
-    loaded: tuple[Path, Losses, dict[str, str]], name: str
-) -> None:
-    assert not resumption(loaded[0] / name, flavor_of(name)).missing
+    described |= {"fsdp_config.json", "data.pt", "trainer_state.pt", "metadata.json", "CHECKPOINT_COMPLETE"}
+    assert unread <= described
 
 
 @pytest.mark.parametrize("name", ["veomni", "automodel"])
