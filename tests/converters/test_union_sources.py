@@ -1,19 +1,23 @@
-"""Files that only other ranks see: what rank 0 reads of them, and how many messages it takes."""
+"""Files that only other ranks see: what rank 0 reads of them, in how many messages, and which rank sees which file."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fsdpckpt.api import convert
 from fsdpckpt.comm.protocol import Solo
+from fsdpckpt.converters.shared_sources import content_identity, find_visible
 from fsdpckpt.converters.union_sources import STEP, UnionSources, answers_to, joined_ranges
 from fsdpckpt.errors import FsdpckptError, SourceCorruptError, SourceMissingError
+from fsdpckpt.ir.files import Stored, Zeros
 from fsdpckpt.readers.detect import open_checkpoint
 from fsdpckpt.storage.remote_file import AHEAD
 from fsdpckpt.storage.sources import Sources
@@ -224,3 +228,60 @@ def test_a_file_that_cannot_be_read_spoils_no_other(tmp_path: Path) -> None:
 
 def test_ranges_that_touch_are_one() -> None:
     assert joined_ranges([(10, 5), (0, 4), (15, 1), (12, 2), (4, 0)]) == [(0, 4), (10, 6)]
+
+
+# Which rank sees which file
+
+
+def test_the_same_content_is_one_file_whatever_the_disk(tmp_path) -> None:
+    data = random.Random(1).randbytes(100_000)
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(data)
+    with Sources() as sources:
+        one, other, gone = (content_identity(Stored(str(tmp_path / name), 0), sources) for name in ("a", "b", "c"))
+    assert one == other != b""
+    assert gone == b""
+
+
+@pytest.mark.parametrize("at", [0, 5_000, 99_999])
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_000])
+def test_another_length_or_other_bytes_are_another_file(tmp_path, nbytes: int, at: int) -> None:
+    data = bytearray(random.Random(2).randbytes(nbytes))
+    (tmp_path / "a").write_bytes(data)
+    (tmp_path / "longer").write_bytes(data + b"x")
+    (tmp_path / "other").write_bytes(random.Random(3).randbytes(nbytes))
+    data[min(at, nbytes - 1)] ^= 1
+    sampled = at != 5_000 or nbytes < 100_000
+    (tmp_path / "flipped").write_bytes(data)
+    with Sources() as sources:
+        found = {
+            content_identity(Stored(str(tmp_path / name), 0), sources) for name in ("a", "longer", "other", "flipped")
+        }
+    assert len(found) == (4 if sampled else 3)
+
+
+def test_what_reads_as_zeros_is_seen_by_all(tmp_path) -> None:
+    with Sources() as sources:
+        assert content_identity(Zeros(8), sources) != b""
+
+
+def test_who_sees_which_file_is_a_table_of_files_and_workers() -> None:
+    table = find_visible(["a", "b"], [[b"1", b""], [b"1", b"2"], [b"", b"2"]])
+    assert table.tolist() == [[True, True, False], [False, True, True]]
+
+
+def test_all_files_that_differ_or_are_gone_are_named() -> None:
+    with pytest.raises(SourceCorruptError) as caught:
+        find_visible(["a", "b", "c"], [[b"1", b"", b"3"], [b"2", b"", b"3"], [b"2", b"", b""]])
+    assert caught.value.details == ("a: worker 0 and workers 1, 2 see different files", "b: gone on every worker")
+
+
+def test_an_identity_reads_little_of_a_large_file(tmp_path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(1 << 34)
+    begun = time.monotonic()
+    with Sources() as sources:
+        assert content_identity(Stored(str(path), 0), sources) != b""
+    assert time.monotonic() - begun < 2
+    assert np.prod(path.stat().st_blocks) == 0
