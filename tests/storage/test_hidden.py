@@ -56,69 +56,56 @@ def _everything(tmp_path: Path) -> list[str]:
     return sorted(str(path) for path in tmp_path.rglob("*"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [".out.fsdpckpt-lock", f"{STAGING}/journal", f"{STAGING}/journal-1"])
-def test_a_file_of_ours_that_is_something_else_is_named_and_left(tmp_path: Path, name: str, kind: str) -> None:
-    target = str(tmp_path / "out")
-    (tmp_path / STAGING / "output").mkdir(parents=True)
-    KINDS[kind](tmp_path / name)
+def _elsewhere(path: Path) -> None:
+    """A link to a directory of someone."""
+    (path.parent / "elsewhere" / "output").mkdir(parents=True)
+    (path.parent / "elsewhere" / "journal").write_bytes(b"someone's")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+Act = Callable[[str], object]
+RUNS: tuple[Act, ...] = (
+    lambda target: Staging(target, directory=True, resume=True),
+    lambda target: Staging(target, directory=True),
+    clear_leftover,
+)
+INTERRUPTED: Act = lambda target: InterruptedRun.of(target, resume=True)  # noqa: E731
+FOLDERS = {"link": _elsewhere, "pipe": os.mkfifo}
+HIDDEN: dict[str, tuple[dict[str, Callable[[Path], None]], tuple[Act, ...]]] = {
+    ".out.fsdpckpt-lock": (KINDS, (*RUNS, was_interrupted)),
+    f"{STAGING}/journal": (KINDS, (*RUNS, INTERRUPTED)),
+    f"{STAGING}/journal-1": (KINDS, (*RUNS, INTERRUPTED)),
+    STAGING: (FOLDERS, RUNS),
+    f"{STAGING}/output": (FOLDERS, RUNS),
+    ".out.fsdpckpt-old": ({kind: KINDS[kind] for kind in ("link", "pipe")}, (restore_backup,)),
+    "writer-3": (KINDS, (lambda target: lock_as_writer(os.path.dirname(target), 3),)),
+    "journal": (
+        KINDS,
+        (
+            lambda target: read_records(os.path.join(os.path.dirname(target), "journal")),
+            lambda target: Journal(os.path.join(os.path.dirname(target), "journal")).append([{}]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, (kinds, _) in HIDDEN.items() for kind in kinds])
+def test_what_is_not_what_this_program_keeps_there_is_named_and_left(tmp_path: Path, name: str, kind: str) -> None:
+    kinds, acts = HIDDEN[name]
+    if name.startswith(STAGING) or "lock" in name:
+        (tmp_path / STAGING / "output").mkdir(parents=True)
+    if kinds is FOLDERS:
+        shutil.rmtree(tmp_path / name)
+    kinds[kind](tmp_path / name)
     before = _everything(tmp_path)
-    for act in (
-        lambda: Staging(target, directory=True, resume=True),
-        lambda: Staging(target, directory=True),
-        lambda: clear_leftover(target),
-        lambda: was_interrupted(target) if name.endswith("lock") else InterruptedRun.of(target, resume=True),
-    ):
+    for act in acts:
         with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there") as error:
-            act()
+            act(str(tmp_path / "out"))
         assert f"rm {'-r ' if kind == 'directory' else ''}{tmp_path / name}" in (error.value.next_step or "")
         assert error.value.exit_code == 5
         assert _everything(tmp_path) == before
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-@pytest.mark.parametrize("name", [STAGING, f"{STAGING}/output"])
-def test_a_directory_of_ours_that_is_something_else_is_named_and_left(tmp_path: Path, name: str, kind: str) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    (elsewhere / "output").mkdir(parents=True)
-    (elsewhere / "journal").write_bytes(b"someone's")
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    if kind == "link":
-        (tmp_path / name).symlink_to(elsewhere)
-    else:
-        os.mkfifo(tmp_path / name)
-    before = _everything(tmp_path)
-    for resume in (True, False):
-        with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
-            Staging(str(tmp_path / "out"), directory=True, resume=resume)
-    with pytest.raises(TargetUnwritableError):
-        clear_leftover(str(tmp_path / "out"))
-    assert _everything(tmp_path) == before
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_backup_that_is_something_else_is_named_and_left(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path / ".out.fsdpckpt-old")
-    with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
-        restore_backup(str(tmp_path / "out"))
-    assert os.listdir(tmp_path) == [".out.fsdpckpt-old"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_lock_of_a_worker_that_is_something_else_is_named(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path / "writer-3")
-    with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
-        lock_as_writer(str(tmp_path), 3)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_journal_that_is_something_else_is_neither_read_nor_written(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path / "journal")
-    for act in (read_records, lambda path: Journal(path).append([{}])):
-        with pytest.raises(TargetUnwritableError, match="not what fsdpckpt keeps there"):
-            act(str(tmp_path / "journal"))
     if kind == "hard link":
-        assert (tmp_path / "second-name").read_bytes() == b"someone's"
+        assert (tmp_path / name).with_name("second-name").read_bytes() == b"someone's"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -201,108 +202,100 @@ def test_groups_may_list_the_same_names_in_another_order(listed: list[list[str]]
     assert bool(result.notes) is same
 
 
-def test_ids_and_names_are_matched_through_the_order_of_the_groups(tmp_path: Path) -> None:
-    names = optimizer(tmp_path / "a", ["a", "b", "c"], [["c", "a"], ["b"]])
-    ids = optimizer(tmp_path / "b", [0, 1, 2], [[0, 1], [2]])
-    result = difference(names, ids)
-    assert result.same, changed(result)
-    assert {entry.key for entry in result.entries} >= {"c.exp_avg", "a.step", "param_groups.1.params"}
-    assert "matched by the order of the param groups" in result.notes[0]
-    assert difference(ids, names).same
+def model_of(optim: Checkpoint, names: Sequence[str], order: Sequence[str]) -> ModelState:
+    """The model of ``optim``, whose parameters have these ``names`` in the order of its ids, listed in ``order``."""
+    keys = optim.optim.all_keys() if isinstance(optim.optim.all_keys()[0], str) else range(len(names))
+    states = dict(zip(names, keys, strict=True))
+    return ModelState({name: optim.optim.state[states[name]]["exp_avg"] for name in order})
 
 
-def model_of(ids: Checkpoint, names: str) -> ModelState:
-    """The model of an optimizer that is keyed by id."""
-    states = ids.optim.state if ids.optim is not None else {}
-    return ModelState({name: states[number]["exp_avg"] for number, name in enumerate(names)})
+class Matching(NamedTuple):
+    """Ids in ``groups``, and the ``names`` of the same parameters in theirs; ``listed``: as the file has these.
+
+    ``model``: its names, in its order, beside the ids (or the names, if ``of_names``). ``frozen``: parameters without
+    states. ``rows``: of every parameter, else each has its own. ``said``: in the note, or in what is refused.
+    """
+
+    groups: list[list[int]]
+    names: list[list[str]]
+    said: str
+    same: bool = True
+    listed: list[list[str]] | None = None
+    model: Sequence[str] = ()
+    of_names: bool = False
+    frozen: Sequence[str] = ()
+    rows: int = 0
 
 
-def test_a_model_in_an_order_that_no_module_has_says_nothing_of_ids(tmp_path: Path) -> None:
-    """As a script wrote it: the optimizer's own list counts."""
-    order = ["l.b.w", "l.a.w", "m.w"]
-    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]], rows=2)
-    names = optimizer(tmp_path / "names", list(order), [list(order)], rows=2)
-    listed = [*order[::2], order[1]]  # of l, of m, and of l again
-    ids.model = ModelState({name: model_of(ids, "abc").params["abc"[order.index(name)]] for name in listed})
-    result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in (ids, names)))
-    assert [entry for entry in result.entries if entry.section is Section.OPTIM and entry.sigil != "="] == []
-    assert "the order of the param groups" in result.notes[0]
-
-
-def test_ids_are_matched_in_the_models_order_where_the_groups_list_names_in_another(tmp_path: Path) -> None:
-    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
-    names = optimizer(tmp_path / "names", ["a", "b", "c"], [["a", "b", "c"]])
-    names.optim = with_setting(names.optim, 0, params=["c", "a", "b"])
-    with pytest.raises(NeedsInformationError):
-        difference(names, ids)
-    ids.model = model_of(ids, "abc")  # its names, in the order that ids count in
-    for pair in ((names, ids), (ids, names)):
-        result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in pair))
-        assert {entry.key: entry.sigil for entry in result.entries if entry.section is Section.OPTIM}.items() >= {
-            "param_groups.0.params": "="
-        }.items()
-        assert [entry for entry in result.entries if entry.section is Section.OPTIM and entry.sigil != "="] == []
-        assert "the model's parameters" in result.notes[0]
-
-
-def test_ids_are_matched_in_the_order_in_which_both_sides_have_states_of_the_same_parameters(tmp_path: Path) -> None:
-    """The states of a frozen parameter, which has none, fit every order: FSDP sorts names, ids count in the model's."""
-    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]])
-    names = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a", "b"]])
-    ids.model = model_of(ids, "cab")
-    for frozen_id, frozen_name in ((1, "a"), (2, "b")):
-        ids.optim = without_entry(ids.optim, frozen_id)
-        names.optim = without_entry(names.optim, frozen_name)
-    names.optim = with_setting(names.optim, 0, params=["a", "b", "c"])
-    result = difference(*(only_section(one, Section.OPTIM) if one is names else one for one in (ids, names)))
-    assert [entry for entry in result.entries if entry.section is Section.OPTIM and entry.sigil != "="] == []
-
-
-@pytest.mark.parametrize(
-    ("groups", "why"),
-    [([["c", "b"], ["a"]], "shapes"), ([["a"], ["b", "c"]], "2+1 and 1+2"), ([["a", "b", "c"]], "2+1 and 3")],
+BY_GROUPS, BY_MODEL, BY_SHAPES = (
+    "the order of the param groups",
+    "the model's parameters",
+    "by the shapes of their states",
 )
-def test_an_order_that_does_not_fit_is_refused_never_guessed(
-    tmp_path: Path, groups: list[list[int | str]], why: str
-) -> None:
-    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1], [2]])
-    right = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a"], ["b"]])
-    right.optim = right.optim.with_groups([{"params": list(group)} for group in groups])
-    with pytest.raises(NeedsInformationError) as raised:
-        difference(ids, right)
-    assert why in raised.value.what
-    assert raised.value.next_step is not None
+APART = ["l.b.w", "l.a.w", "m.w"]
+MATCHINGS = {
+    "in the order of the groups": Matching([[0, 1], [2]], [["c", "a"], ["b"]], BY_GROUPS),
+    # As a script wrote it, of l, of m, and of l again: the optimizer's own list counts.
+    "a model in an order that no module has": Matching(
+        [[0, 1, 2]], [APART], BY_GROUPS, model=["l.b.w", "m.w", "l.a.w"], rows=2
+    ),
+    "a list in another order": Matching(
+        [[0, 1, 2]], [["a", "b", "c"]], "shapes", same=False, listed=[["c", "a", "b"]]
+    ),
+    "a list in another order than the model": Matching(
+        [[0, 1, 2]], [["a", "b", "c"]], BY_MODEL, listed=[["c", "a", "b"]], model="abc"
+    ),
+    # The states of a frozen parameter, which has none, fit every order: FSDP sorts names, ids count in the model's.
+    "frozen parameters": Matching(
+        [[0, 1, 2]], [["c", "a", "b"]], "", listed=[["a", "b", "c"]], model="cab", frozen=["a", "b"]
+    ),
+    "other shapes": Matching([[0, 1], [2]], [["c", "a"], ["b"]], "shapes", same=False, listed=[["c", "b"], ["a"]]),
+    "other groups": Matching([[0, 1], [2]], [["c", "a"], ["b"]], "2+1 and 1+2", same=False, listed=[["a"], ["b", "c"]]),
+    "fewer groups": Matching([[0, 1], [2]], [["c", "a"], ["b"]], "2+1 and 3", same=False, listed=[["a", "b", "c"]]),
+    # As ``convert`` has it: shapes decide, or the order is asked for, and given.
+    "sorted names of own shapes": Matching([[0, 1], [2]], [["c", "a"], ["b"]], BY_SHAPES, listed=[["a", "c"], ["b"]]),
+    "sorted names of equal shapes": Matching(
+        [[0, 1], [2]], [["c", "a"], ["b"]], "which id is which name", same=False, listed=[["a", "c"], ["b"]], rows=3
+    ),
+    # ``FSDP.rekey_optim_state_dict`` sorts: only the model of the names says how ids count.
+    "sorted names beside their model": Matching(
+        [[0, 1, 2]], [["c", "a", "b"]], "", listed=[["a", "b", "c"]], model="cab", of_names=True, rows=2
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("alike", [True, False], ids=["equal shapes", "own shapes"])
-def test_a_list_that_is_sorted_by_name_is_no_order_of_ids(alike: bool, tmp_path: Path) -> None:
-    """As ``convert`` has it: shapes decide, or the order is asked for, and given."""
-    rows = 3 if alike else 0
-    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1], [2]], rows=rows)
-    names = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a"], ["b"]], rows=rows)
-    names.optim = with_setting(names.optim, 0, params=["a", "c"])
+@pytest.mark.parametrize("name", MATCHINGS)
+def test_ids_and_names_are_matched_by_what_proves_an_order_or_refused(name: str, tmp_path: Path) -> None:
+    one = MATCHINGS[name]
+    own = [each for group in one.names for each in group]
+    ids = optimizer(tmp_path / "ids", [*range(len(own))], one.groups, rows=one.rows)
+    names = optimizer(tmp_path / "names", sorted(own), one.names, rows=one.rows)
+    if one.model:
+        side, keys = (names, sorted(own)) if one.of_names else (ids, own)
+        side.model = model_of(side, keys, one.model)
+    for frozen in one.frozen:
+        ids.optim = without_entry(ids.optim, own.index(frozen))
+        names.optim = without_entry(names.optim, frozen)
+    if one.listed is not None:
+        names.optim = names.optim.with_groups([{**names.optim.param_groups[0], "params": each} for each in one.listed])
+    ids, names = (only_section(each, Section.OPTIM) if each.model is None else each for each in (ids, names))
+    if one.of_names:
+        ids = only_section(ids, Section.OPTIM)
     for pair in ((ids, names), (names, ids)):
-        if alike:
-            with pytest.raises(NeedsInformationError, match="which id is which name") as asked:
+        if not one.same:
+            with pytest.raises(NeedsInformationError) as asked:
                 difference(*pair)
-            assert "--parameters" in str(asked.value.next_step)
-        else:
-            found = difference(*pair)
-            assert found.same, changed(found)
-            assert "by the shapes of their states" in found.notes[0]
-
-
-def test_a_sorted_list_is_read_in_the_order_of_the_model_beside_it(tmp_path: Path) -> None:
-    """``FSDP.rekey_optim_state_dict`` sorts: only the model of the names says how ids count."""
-    ids = optimizer(tmp_path / "ids", [0, 1, 2], [[0, 1, 2]], rows=2)
-    names = optimizer(tmp_path / "names", ["c", "a", "b"], [["c", "a", "b"]], rows=2)
-    names.model = model_of(ids, "cab")
-    names.optim = with_setting(names.optim, 0, params=["a", "b", "c"])
-    ids = only_section(ids, Section.OPTIM)
-    for pair in ((ids, names), (names, ids)):
-        entries = [entry for entry in difference(*pair).entries if entry.section is Section.OPTIM]
-        assert len(entries) > 6
-        assert {entry.sigil for entry in entries} == {"="}
+            assert pair[0] is names or one.said in asked.value.text
+            assert asked.value.next_step is not None and (not one.rows or "--parameters" in asked.value.next_step)
+            continue
+        result = difference(*pair)
+        entries = {entry.key: entry.sigil for entry in result.entries if entry.section is Section.OPTIM}
+        assert {*entries.values()} == {"="} and entries.keys() >= {f"param_groups.{len(one.groups) - 1}.params"}
+        keys = own if pair[0] is names else range(len(own))
+        assert {
+            f"{key}.exp_avg" for key, each in zip(keys, own, strict=True) if each not in one.frozen
+        } <= entries.keys()
+        assert one.said in "".join(result.notes)
 
 
 def test_without_groups_ids_and_names_cannot_be_matched(tmp_path: Path) -> None:
