@@ -12,29 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpckpt.errors import SourceUnsupportedError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Layout, ModelState, Origin
-from fsdpckpt.ir.dtypes import DTYPES
+from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.names import clean, leading_wrapper, respelled, revisits_a_module
 from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.row_names import RowNames, normalise
-from fsdpckpt.ir.tensors import Chunks, Tensor
-
-
-def _tensor(*shape: int) -> Tensor:
-    return Tensor(DTYPES["float32"], shape, Chunks.whole(file=0, offset=0, shape=shape))
+from tests.ir.checkpoints import checkpoint, tensor
 
 
 def _checkpoint(model: list[str] | None, optim: list[str] | None, metadata: object = None) -> Checkpoint:
     state = None
     if optim is not None:
-        entries = {name: {"exp_avg": _tensor(3)} for name in optim}
+        entries = {name: {"exp_avg": tensor(3)} for name in optim}
         state = Optimizer.of(entries, [{"lr": 0.1, "params": optim, "param_names": [f"_orig_mod.{n}" for n in optim]}])
-    return Checkpoint(
-        Origin("SRC", Layout.FULL, Container.TORCH, "plain", 1),
-        files=(),
-        model=None if model is None else ModelState({name: _tensor(3) for name in model}, metadata),
-        optim=state,
-    )
+    held = checkpoint(None, state)
+    return held if model is None else replace(held, model=ModelState({name: tensor(3) for name in model}, metadata))
 
 
 @pytest.mark.parametrize(
@@ -97,38 +88,36 @@ def test_fsdp_s_own_prefixes_stay_in_the_optimizer_only_where_the_model_has_them
     assert list(names.put_back_wrappers(found).optim.state) == wrapped
 
 
-def test_prefixes_that_both_sections_have_go_too() -> None:
-    found, _ = normalise(_checkpoint(["_orig_mod.b"], ["_orig_mod.b"]))
-    assert list(found.model.params) == ["b"] == list(found.optim.state)
-    assert found.optim.param_groups[0]["params"] == ["b"]
+@pytest.mark.parametrize(
+    ("model", "optim", "bare"),
+    [
+        (["_orig_mod.b"], ["_orig_mod.b"], ["b"]),
+        (["module.l.w", "module.b"], ["l.w", "b"], ["l.w", "b"]),
+        (["l.w", "b"], ["module.l.w", "module.b"], ["l.w", "b"]),
+    ],
+)
+def test_prefixes_go_that_both_have_or_one_has_and_the_other_does_not(
+    model: list[str], optim: list[str], bare: list[str]
+) -> None:
+    found, _ = normalise(_checkpoint(model, optim))
+    (group,) = found.optim.param_groups
+    assert list(found.model.params) == bare == list(found.optim.state) == group["params"]
+    assert group["param_names"] == [f"_orig_mod.{name}" for name in optim], "as they were written"
 
 
-def test_param_names_stay_as_they_were_written() -> None:
-    found, _ = normalise(_checkpoint(None, ["_orig_mod.b"]))
-    assert found.optim.param_groups[0]["param_names"] == ["_orig_mod._orig_mod.b"]
-
-
-def test_clean_names_change_nothing_at_all() -> None:
-    plain = _checkpoint(["l.w", "b"], ["l.w", "b"])
-    assert normalise(plain)[0] is plain
-    assert normalise(plain)[1].put_back_wrappers(plain) == plain
-
-
-def test_module_goes_where_one_section_has_it_and_the_other_does_not() -> None:
-    found, _ = normalise(_checkpoint(["module.l.w", "module.b"], ["l.w", "b"]))
-    assert list(found.model.params) == ["l.w", "b"]
-    found, _ = normalise(_checkpoint(["l.w", "b"], ["module.l.w", "module.b"]))
-    assert list(found.optim.state) == ["l.w", "b"]
-
-
-def test_module_stays_where_it_may_be_a_module_of_the_model() -> None:
-    for plain in (
-        _checkpoint(["module.l.w", "module.b"], ["module.l.w", "module.b"]),
-        _checkpoint(["module.l.w", "b"], ["l.w", "b"]),
-        _checkpoint(["module.w"], None),
-    ):
-        assert normalise(plain)[0] is plain
-    assert normalise(plain)[1].put_back_wrappers(plain) == plain
+@pytest.mark.parametrize(
+    ("model", "optim"),
+    [
+        (["l.w", "b"], ["l.w", "b"]),
+        (["module.l.w", "module.b"], ["module.l.w", "module.b"]),  # it may be a module of the model
+        (["module.l.w", "b"], ["l.w", "b"]),
+        (["module.w"], None),
+    ],
+)
+def test_clean_names_change_nothing_at_all(model: list[str], optim: list[str] | None) -> None:
+    plain = _checkpoint(model, optim)
+    found, names = normalise(plain)
+    assert found is plain and names.put_back_wrappers(plain) == plain
 
 
 def test_putting_names_back_reads_the_list_of_all_names_a_few_times_and_not_once_for_each() -> None:
@@ -161,9 +150,8 @@ def test_module_versions_follow_the_keys() -> None:
 
 
 def test_ids_and_entries_of_a_user_pass_untouched() -> None:
-    checkpoint = _checkpoint(["_orig_mod.b"], None)
-    checkpoint.optim = Optimizer.of({0: {"exp_avg": _tensor(3)}, "mine": {"a": 1}}, [{"params": [0]}])
-    found, _ = normalise(checkpoint)
+    optim = Optimizer.of({0: {"exp_avg": tensor(3)}, "mine": {"a": 1}}, [{"params": [0]}])
+    found, _ = normalise(replace(_checkpoint(["_orig_mod.b"], None), optim=optim))
     assert list(found.optim.state) == [0, "mine"] and found.optim.param_groups == [{"params": [0]}]
 
 

@@ -21,9 +21,21 @@ class ByteSourceContract:
     content = CONTENT
 
     def test_it_has_a_path_and_a_length(self, source: ByteSource) -> None:
-        assert isinstance(source.path, str)
-        assert source.path
+        assert isinstance(source.path, str) and source.path
         assert source.nbytes == len(self.content)
+
+    def test_all_or_nothing_is_read_into_the_buffer_that_was_given_and_closing_twice_is_closing_once(
+        self, source: ByteSource
+    ) -> None:
+        assert source.read(0, len(self.content)) == self.content
+        for begin in (0, 1000, len(self.content)):
+            assert source.read(begin, 0) == b""
+            source.read_into(begin, memoryview(bytearray()))
+        buffer = bytearray(b"\xff" * 100)
+        source.read_into(50, memoryview(buffer)[20:60])
+        assert bytes(buffer) == b"\xff" * 20 + self.content[50:90] + b"\xff" * 40
+        for _ in range(2):
+            source.close()
 
     def test_any_range_is_read_exactly(self, source: ByteSource) -> None:
         chance = random.Random(1)
@@ -35,30 +47,17 @@ class ByteSourceContract:
             source.read_into(begin, memoryview(buffer))
             assert bytes(buffer) == self.content[begin : begin + nbytes]
 
-    def test_all_of_it_is_read_at_once(self, source: ByteSource) -> None:
-        assert source.read(0, len(self.content)) == self.content
-
-    def test_only_the_buffer_that_was_given_is_filled(self, source: ByteSource) -> None:
-        buffer = bytearray(b"\xff" * 100)
-        source.read_into(50, memoryview(buffer)[20:60])
-        assert bytes(buffer) == b"\xff" * 20 + self.content[50:90] + b"\xff" * 40
-
-    def test_reading_nothing_gives_nothing(self, source: ByteSource) -> None:
-        for begin in (0, 1000, len(self.content)):
-            assert source.read(begin, 0) == b""
-            source.read_into(begin, memoryview(bytearray()))
-
     @pytest.mark.parametrize("nbytes", [6, 100_000])
     @pytest.mark.parametrize("missing", [1, 5, 6])
-    def test_a_range_that_leaves_the_file_is_an_error(self, source: ByteSource, nbytes: int, missing: int) -> None:
+    def test_a_range_that_leaves_the_file_at_either_end_is_an_error(
+        self, source: ByteSource, nbytes: int, missing: int
+    ) -> None:
         begin = source.nbytes - nbytes + missing
         with pytest.raises(SourceCorruptError, match="ends too early") as caught:
             source.read(begin, nbytes)
         assert caught.value.file == source.path
         with pytest.raises(SourceCorruptError, match="ends too early"):
             source.read_into(begin, memoryview(bytearray(nbytes)))
-
-    def test_a_range_that_begins_before_the_file_is_an_error(self, source: ByteSource) -> None:
         with pytest.raises(SourceCorruptError):
             source.read(-1, 2)
         with pytest.raises(SourceCorruptError):
@@ -69,11 +68,6 @@ class ByteSourceContract:
         with ThreadPoolExecutor(6) as pool:
             read = list(pool.map(lambda begin: source.read(begin, 30_000), begins))
         assert read == [self.content[begin : begin + 30_000] for begin in begins]
-
-    def test_closing_twice_is_closing_once(self, source: ByteSource) -> None:
-        source.read(0, 10)
-        source.close()
-        source.close()
 
 
 class NamedByteSourceContract(ByteSourceContract, ABC):

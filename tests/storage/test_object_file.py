@@ -138,27 +138,20 @@ def test_several_send_one_object_and_hold_what_waits_for_each_others_bytes() -> 
     assert store.aborted == 0
 
 
-def test_an_object_that_several_send_and_one_gives_up_leaves_no_parts() -> None:
+def test_an_object_that_is_given_up_by_one_or_one_of_several_leaves_no_parts() -> None:
     store = Store()
+    alone = object_file(store, 25)
+    write(alone, 0, bytes(12))
+    with pytest.raises(InternalError, match="were not sent"):
+        alone.commit()
     files = [object_file(store, 25, own=own) for own in ((0, 10), (10, 25))]
     files[1].join(files[0].begin_shared())
     write(files[1], 10, bytes(15))
     with pytest.raises(InternalError, match="1 parts were not sent"):
         files[0].send_held()
-    for file in files:
+    for file in (alone, alone, *files):
         file.close()
-    assert (store.aborted, store.objects) == (2, {})
-
-
-def test_an_object_that_is_given_up_leaves_no_parts() -> None:
-    store = Store()
-    file = object_file(store, 25)
-    write(file, 0, bytes(12))
-    with pytest.raises(InternalError, match="were not sent"):
-        file.commit()
-    file.close()
-    file.close()
-    assert (store.aborted, store.objects) == (1, {})
+    assert (store.aborted, store.objects) == (3, {})
 
 
 def test_parts_of_an_object_that_could_not_be_completed_are_removed() -> None:
