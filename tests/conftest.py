@@ -34,7 +34,7 @@ SLOW_FIRST = (
     "loading",
     "writers/test_meshes.py",
     "test_wheel.py",
-    "verify/test_every_byte.py",
+    "verify/test_bit_flips.py",
     "converters/target/test_mesh.py",
     "formats/test_dcp_runs.py",
     "execute/test_distributed_routes.py",

@@ -128,15 +128,16 @@ def loads(data: bytes, *, source: str, labels: Sequence[str] = ()) -> Units | No
             why="the file was truncated, or is not a units file",
             next_step=_WRITE_AGAIN,
         ) from None
-    recorded = _recorded(document, source, labels)
+    # Other JSON has no fields: a document of null is refused as one, and is no manifest of other sections' units.
+    recorded = _recorded(document if isinstance(document, dict) else {}, source, labels)
     return None if recorded is None else decode(recorded, source=source)
 
 
-def _recorded(document: object, source: str, labels: Sequence[str]) -> object:
+def _recorded(document: dict[str, Json], source: str, labels: Sequence[str]) -> object:
     """The units that a manifest (``fsdpckpt.json``) records, None if only of other sections; every other document
     itself.
     """
-    if not isinstance(document, dict) or document.get("program") != "fsdpckpt" or "units" not in document:
+    if document.get("program") != "fsdpckpt" or "units" not in document:
         return document
     entries = document.get("section_units")
     of_section = {
