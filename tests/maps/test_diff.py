@@ -52,10 +52,8 @@ def test_weights_and_states_are_compared_with_what_the_map_makes(tmp_path: Path,
 
 @pytest.mark.parametrize("section", ["model", "optim"])
 def test_one_element_that_differs_is_named_as_in_the_second(tmp_path: Path, saved: State, section: str) -> None:
-    tensor = saved["model"]["blocks.1.gate_up"] if section == "model" else None
-    if tensor is None:
-        tensor = saved["optimizer"]["state"]["blocks.1.gate_up"]["exp_avg_sq"]
-    tensor[2, 3, 1] += 1
+    of_state = saved["optimizer"]["state"]["blocks.1.gate_up"]["exp_avg_sq"]
+    (saved["model"]["blocks.1.gate_up"] if section == "model" else of_state)[2, 3, 1] += 1
     torch.save(saved, tmp_path / "fused.pt")
     found = fsdpckpt.diff(tmp_path / "apart.pt", tmp_path / "fused.pt", map=tmp_path / "experts.toml")
     (entry,) = [entry for entry in found.entries if entry.sigil != "="]

@@ -13,32 +13,17 @@ import fsdpckpt
 from tests.oracle.compare import identical
 
 SMALL = {
-    "vocab_size": 13,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 1,
-    "max_position_embeddings": 16,
-}
+    "vocab_size": 13, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_experts_per_tok": 1, "max_position_embeddings": 16,
+}  # fmt: skip
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "transformers-mixtral": ("Mixtral", {"intermediate_size": 5, "num_local_experts": 3}),
     "transformers-qwen3-moe": ("Qwen3Moe", {"moe_intermediate_size": 5, "num_experts": 3, "head_dim": 4}),
-    "transformers-deepseek-v3": (
-        "DeepseekV3",
-        {
-            **{
-                "intermediate_size": 12,
-                "moe_intermediate_size": 5,
-                "n_routed_experts": 4,
-                "n_group": 2,
-                "topk_group": 1,
-            },
-            **{"first_k_dense_replace": 1, "q_lora_rank": 4, "kv_lora_rank": 4},
-            **{"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4},
-        },
-    ),
-}
+    "transformers-deepseek-v3": ("DeepseekV3", {
+        "intermediate_size": 12, "moe_intermediate_size": 5, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2,
+        "v_head_dim": 4}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,15 +55,17 @@ def built(config: Any) -> torch.nn.Module:
     return model
 
 
-def wrapped_by_fsdp(model: torch.nn.Module, rank: int, *, use_orig_params: bool) -> FullyShardedDataParallel:
+def wrapped_by_fsdp(
+    model: torch.nn.Module, rank: int, *, use_orig_params: bool, layers: set[type] | None = None
+) -> FullyShardedDataParallel:
     """``model`` as rank ``rank`` of 3 holds it, with each of its layers in a unit."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-    layers = {type(module) for module in model.modules() if type(module).__name__ in model._no_split_modules}  # type: ignore[operator]
-    return FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy(layers), use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
+    if layers is None:
+        layers = {type(module) for module in model.modules() if type(module).__name__ in model._no_split_modules}  # type: ignore[operator]
+    policy, device = ModuleWrapPolicy(layers), torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=device)
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +121,7 @@ def test_the_units_are_those_that_fsdp_makes(
     model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
     version = ("--transformers-version", transformers.__version__) if model_type in SCRIPTED["SINCE"] else ()
     wrap = wrap_options(model)
-    done = run("units", "--config", tmp_path / "base", *wrap, *version, "--use-orig-params", "--json")
-    assert done.code == 0, done.err
-    units = loads(done.out.encode(), source="stdout")
+    units = made(run, "--config", tmp_path / "base", *wrap, *version, "--use-orig-params")
     truth = units_of(wrapped_by_fsdp(model, 0, use_orig_params=True))
     assert unit_rows(units) == unit_rows(truth)
     assert units.parameters == truth.parameters
@@ -227,23 +228,29 @@ def test_other_classes_than_those_of_the_job_are_refused(
     ranks, base, _ = trained
     done = run("units", "--config", base, "--wrap", "LlamaMLP", "--from", ranks)
     assert done.code in (2, 3, 4) and done.out == ""
-    done = run("units", "--config", base, "--wrap", "LlamaBlock")
-    assert done.code == 2 and "LlamaForCausalLM has no module of class LlamaBlock" in done.err
-    done = run("units", "--config", base)
-    assert done.code == 4 and "--wrap LlamaDecoderLayer" in done.err
-    assert run("units", "--config", base, "--model", "a:b", "--wrap", "none").code == 2
-    assert run("units", "--config", tmp_path, "--wrap", "none").code == 3
-    assert run("units", "--config", base, "--wrap", "none", "--ignore", "model.norm").code == 2
+    for code, said, words in (
+        (2, "LlamaForCausalLM has no module of class LlamaBlock", ("--config", base, "--wrap", "LlamaBlock")),
+        (4, "--wrap LlamaDecoderLayer", ("--config", base)),
+        (2, "", ("--config", base, "--model", "a:b", "--wrap", "none")),
+        (3, "", ("--config", tmp_path, "--wrap", "none")),
+        (2, "", ("--config", base, "--wrap", "none", "--ignore", "model.norm")),
+        (2, "--transformers-version has no effect", ("--from", tmp_path, "--transformers-version", "4.46")),
+        (2, "", ("--config", tmp_path, "--wrap", "none", "--transformers-version", "new")),
+    ):
+        refused(run, code, *words, said=[said])
 
 
-def test_a_class_may_be_named_with_its_module(trained: tuple[Path, Path, Path], run: Run) -> None:
-    _, base, _ = trained
+def test_a_class_may_be_named_with_its_module_and_what_is_assumed_is_said(
+    trained: tuple[Path, Path, Path], run: Run
+) -> None:
     module = "transformers.models.llama.modeling_llama:LlamaDecoderLayer"
-    documents = [
-        json.loads(run("units", "--config", base, "--wrap", name, "--json").out)["units"]
-        for name in ("LlamaDecoderLayer", module)
-    ]
-    assert documents[0] == documents[1]
+    done = [run("units", "--config", trained[1], "--wrap", name) for name in ("LlamaDecoderLayer", module)]
+    units = [made(run, "--config", trained[1], "--wrap", name) for name in ("LlamaDecoderLayer", module)]
+    assert units[0] == units[1]
+    assumed = "use_orig_params=False, FSDP's own default"
+    assert all(assumed in one.out + one.err for one in done)
+    given = run("units", "--config", trained[1], "--wrap", module, "--use-orig-params")
+    assert given.code == 0 and assumed not in given.out + given.err
 
 
 def test_layers_are_in_the_order_of_their_numbers() -> None:
@@ -291,8 +298,6 @@ def mixtral(experts: int, layers: int = 2) -> torch.nn.Module:
 
 
 def saved_base(directory: Path, model: torch.nn.Module, architecture: str) -> Path:
-    from safetensors.torch import save_file
-
     directory.mkdir()
     save_file(model.state_dict(), directory / "model.safetensors", {"format": "pt"})
     config = {"architectures": [architecture], "tie_word_embeddings": False, "transformers_version": "4.53.3"}
@@ -300,20 +305,27 @@ def saved_base(directory: Path, model: torch.nn.Module, architecture: str) -> Pa
     return directory
 
 
+def made(run: Run, *words: object) -> Units:
+    done = run("units", *words, "--json")
+    assert done.code == 0, done.err
+    return loads(done.out.encode(), source="stdout")
+
+
+def refused(run: Run, code: int, *words: object, said: Sequence[str]) -> None:
+    done = run("units", *words)
+    assert (done.code, done.out) == (code, "")
+    assert all(word in done.err for word in said), done.err
+
+
 def test_experts_are_counted_by_layer_and_by_number(run: Run, tmp_path: Path) -> None:
     model = mixtral(experts=11)
     base = saved_base(tmp_path / "base", model, "MixtralForCausalLM")
-    asked = run("units", "--config", base, "--wrap", "MixtralDecoderLayer")
-    assert asked.code == 4 and "add --transformers-version VERSION" in asked.err
-    assert "known for transformers 5.0 or newer" in asked.err and "before 5.0" in asked.err
-    options = ("--wrap", "MixtralDecoderLayer", "--transformers-version", "4.53.3", "--use-orig-params", "--json")
-    done = run("units", "--config", base, *options)
-    assert done.code == 0, done.err
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    policy = ModuleWrapPolicy({Layer})
-    truth = units_of(FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True,
-                                              device_id=torch.device("cpu")))  # fmt: skip
-    assert unit_rows(loads(done.out.encode(), source="stdout")) == unit_rows(truth)
+    asked = "add --transformers-version VERSION", "known for transformers 5.0 or newer", "before 5.0"
+    refused(run, 4, "--config", base, "--wrap", "MixtralDecoderLayer", said=asked)
+    options = ("--wrap", "MixtralDecoderLayer", "--transformers-version", "4.53.3", "--use-orig-params")
+    units = made(run, "--config", base, *options)
+    truth = units_of(wrapped_by_fsdp(model, 0, use_orig_params=True, layers={Layer}))
+    assert unit_rows(units) == unit_rows(truth)
 
 
 def test_files_with_fused_experts_are_taken_as_they_are(run: Run, tmp_path: Path) -> None:
@@ -322,11 +334,9 @@ def test_files_with_fused_experts_are_taken_as_they_are(run: Run, tmp_path: Path
     model.save_pretrained(tmp_path / "fused", save_original_format=False)  # type: ignore[operator]
     with fsdpckpt.open(tmp_path / "apart") as apart, fsdpckpt.open(tmp_path / "fused") as fused:
         assert len(apart) > len(fused)
-    command = ("--wrap", "Qwen3MoeDecoderLayer", "--transformers-version", "5.24", "--json")
-    printed = [run("units", "--config", tmp_path / name, *command) for name in ("apart", "fused")]
-    assert [done.code for done in printed] == [0, 0], printed
-    rows = [unit_rows(loads(done.out.encode(), source="stdout")) for done in printed]
-    assert rows[0] == rows[1]
+    command = ("--wrap", "Qwen3MoeDecoderLayer", "--transformers-version", "5.24")
+    one, other = (unit_rows(made(run, "--config", tmp_path / name, *command)) for name in ("apart", "fused"))
+    assert one == other
 
 
 def test_flat_shards_of_fused_experts_become_the_models_own_weights(
@@ -355,32 +365,28 @@ def test_flat_shards_of_fused_experts_become_the_models_own_weights(
 
 def test_a_layer_of_no_kind_is_refused(run: Run, tmp_path: Path) -> None:
     """Experts without their gate, and a layer that has the parameters of a dense one besides."""
-    from safetensors.torch import load_file, save_file
-
-    model = built(config_of("qwen3_moe", **LLAMA, **EXPERTS, num_experts=2))
-    model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
-    weights = load_file(tmp_path / "base" / "model.safetensors")
+    base = tmp_path / "base"
+    built(config_of("qwen3_moe", **LLAMA, **EXPERTS, num_experts=2)).save_pretrained(base)  # type: ignore[operator]
+    weights = load_file(base / "model.safetensors")
     gate = weights.pop("model.layers.1.mlp.gate.weight")
-    save_file(weights, tmp_path / "base" / "model.safetensors")
-    command = ("units", "--config", tmp_path / "base", "--wrap", "none", "--transformers-version", "5.24")
-    done = run(*command)
-    assert done.code == 3 and "there is no model.layers.1.mlp.gate.weight" in done.err
+    save_file(weights, base / "model.safetensors")
+    command = ("--config", base, "--wrap", "none", "--transformers-version", "5.24")
+    refused(run, 3, *command, said=["there is no model.layers.1.mlp.gate.weight"])
     weights |= {"model.layers.1.mlp.gate.weight": gate, "model.layers.1.mlp.up_proj.weight": torch.ones(22, 16)}
-    save_file(weights, tmp_path / "base" / "model.safetensors")
-    done = run(*command)
-    assert done.code == 3 and "model.layers.1.mlp.up_proj.weight belongs to another kind of layer" in done.err
+    save_file(weights, base / "model.safetensors")
+    refused(run, 3, *command, said=["model.layers.1.mlp.up_proj.weight belongs to another kind of layer"])
 
 
 def test_a_layer_without_one_of_its_experts_is_refused(run: Run, tmp_path: Path) -> None:
     model = mixtral(experts=3)
-    model.get_submodule("model.layers.1.block_sparse_moe").experts = model.get_submodule(
-        "model.layers.1.block_sparse_moe.experts"
-    )[:2]  # type: ignore[index]
-    base = saved_base(tmp_path / "base", model, "MixtralForCausalLM")
-    done = run("units", "--config", base, "--wrap", "none", "--transformers-version", "4.53")
-    assert done.code == 3 and "block_sparse_moe.experts.* has 2 modules, and other layers have 3" in done.err
-    done = run("units", "--config", base, "--wrap", "none", "--transformers-version", "5.24")
-    assert done.code == 3 and "layers.1.block_sparse_moe.experts.2.w1.weight is missing" in done.err
+    block = model.get_submodule("model.layers.1.block_sparse_moe")
+    block.experts = block.experts[:2]  # type: ignore[index]
+    command = ("--config", saved_base(tmp_path / "base", model, "MixtralForCausalLM"), "--wrap", "none")
+    for version, said in (
+        ("4.53", "block_sparse_moe.experts.* has 2 modules, and other layers have 3"),
+        ("5.24", "layers.1.block_sparse_moe.experts.2.w1.weight is missing"),
+    ):
+        refused(run, 3, *command, "--transformers-version", version, said=[said])
 
 
 def test_the_norms_of_gemma_2_are_where_the_jobs_version_has_them(
@@ -390,17 +396,10 @@ def test_the_norms_of_gemma_2_are_where_the_jobs_version_has_them(
     model = built(config_of("gemma2", **LLAMA, head_dim=10))
     model.save_pretrained("base")  # type: ignore[operator]
     orders = {}
-    command = ("units", "--config", "base", "--wrap", "Gemma2DecoderLayer", "--json")
+    command = ("--config", "base", "--wrap", "Gemma2DecoderLayer")
     for version in ("4.46.3", "4.47.1", "5.24"):
-        done = run(*command, "--transformers-version", version)
-        names = [param.name for param in loads(done.out.encode(), source="stdout").units[1].params]
+        names = [param.name for param in made(run, *command, "--transformers-version", version).units[1].params]
         orders[version] = [name.split(".")[3] for name in names if "layernorm" in name]
     now = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
     assert orders["4.47.1"] == orders["5.24"] == now
     assert orders["4.46.3"] == [now[0], now[2], now[3], now[1]]
-
-
-def test_a_version_says_nothing_of_a_checkpoint(run: Run, tmp_path: Path) -> None:
-    done = run("units", "--from", tmp_path, "--transformers-version", "4.46")
-    assert done.code == 2 and "--transformers-version has no effect" in done.err
-    assert run("units", "--config", tmp_path, "--wrap", "none", "--transformers-version", "new").code == 2
