@@ -79,10 +79,13 @@ class Played:
         sharded = one.strategy is not Strategy.NO_SHARD
         return (self.units.shard_size or self.world_size) if sharded else self.world_size
 
+    def is_cut(self, one: Unit) -> bool:
+        return one.strategy is not Strategy.NO_SHARD and self.ranks_of(one) > 1
+
     def shard_of(self, one: Unit, flat: np.ndarray, rank: int) -> tuple[np.ndarray, int]:
         """The rank's shard, zeros behind its end included, and where it begins."""
         size = self.ranks_of(one)
-        if one.strategy is Strategy.NO_SHARD or size == 1:
+        if not self.is_cut(one):
             return flat, 0
         step = -(-len(flat) // size)
         begin = rank % size * step

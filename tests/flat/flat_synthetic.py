@@ -13,11 +13,11 @@ from fsdpckpt.ir.dtypes import DTYPES, DType
 from fsdpckpt.ir.listing import Listing
 from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.parameters import Parameter
-from fsdpckpt.ir.placements import Shard, Sharded, Slices
+from fsdpckpt.ir.placements import Slices
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.ir.units import Units
 from fsdpckpt.ir.values import Key, Value
-from fsdpckpt.layouts.flattened import layout_of
+from tests.flat.flat_checkpoints import Played
 
 FLOAT = DTYPES["float32"]
 
@@ -77,11 +77,12 @@ def optimizer(
     listed = [list(group) for group in groups] if groups is not None else [list(units.optimizer_keys())]
     order = [key for group in listed for key in group]
     keys: dict[str, ParamKey] = {name: number if by == "id" else name for number, name in enumerate(order)}
-    state: dict[ParamKey, dict[str, Tensor | Value]] = {}
-    for name in order:
-        if name not in without:
-            tensor = _state(units, world_size, name)
-            state[keys[name]] = {"step": whole(), "exp_avg": tensor, "exp_avg_sq": tensor}
+    held = _states(units, world_size)
+    state: dict[ParamKey, dict[str, Tensor | Value]] = {
+        keys[name]: {"step": whole(), "exp_avg": held[name], "exp_avg_sq": held[name]}
+        for name in order
+        if name not in without
+    }
     param_groups: list[dict[Key, Value]] = []
     for number, group in enumerate(listed):
         entry: dict[Key, Value] = {"lr": 0.1 + number, "params": [keys[name] for name in group]}
@@ -91,61 +92,29 @@ def optimizer(
     return Optimizer.of(state, param_groups)
 
 
-def _state(units: Units, world_size: int, key: str) -> Tensor:
-    for unit in units.units:
-        layout = layout_of(
-            unit,
-            use_orig_params=units.use_orig_params,
-            world_size=world_size,
-            shard_size=units.shard_size or world_size,
-        )
-        if unit.key == key:
-            return slices([layout.shard_numel] * world_size)
-        for index, param in enumerate(unit.params):
-            if param.name != key:
-                continue
-            if layout.shard_count == 1:
-                return replicas(world_size, *param.shape)
-            counts = [0] * layout.shard_count
-            found = layout.slices()
-            for rank, number, count in zip(
-                found.rank.tolist(), found.param.tolist(), found.count.tolist(), strict=True
-            ):
-                if number == index:
-                    counts[rank] = count
-            return slices([counts[rank % layout.shard_count] or None for rank in range(world_size)])
-    param = next(param for param in units.unmanaged if param.name == key)
-    return replicas(world_size, *param.shape)
+def _states(units: Units, world_size: int) -> dict[str, Tensor]:
+    """One state of everything that an optimizer can hold, by its key."""
+    played = Played(units, world_size)
+    held = played.moment({name: played.values(param) for name, param in units.params().items()})
+    if world_size == 1:
+        held = {key: slices([int(tensor.chunks.size.sum())]) for key, tensor in held.items()}
+    not_cut = [one for one in units.units if not played.is_cut(one)] if units.use_orig_params else []
+    for param in (*units.unmanaged, *(param for one in not_cut for param in one.params)):
+        held[param.name] = replicas(world_size, *param.shape)
+    return held
 
 
 def local_model(units: Units, world_size: int, *, by_name: bool = False) -> ModelState:
     """What ``LOCAL_STATE_DICT`` gives: flat parameters, and by-name slices when asked for."""
-    params: dict[str, Tensor | Value] = {}
+    played, params = Played(units, world_size), dict[str, Tensor | Value]()
+    flat = played.flat_parameters({name: played.values(param) for name, param in units.params().items()})
+    by_key = _states(replace(units, use_orig_params=True), world_size) if by_name else {}
     for unit in units.units:
-        layout = layout_of(
-            unit,
-            use_orig_params=units.use_orig_params,
-            world_size=world_size,
-            shard_size=units.shard_size or world_size,
-        )
-        held = [layout.shard_range(rank % layout.shard_count) for rank in range(world_size)]
-        ranks = [rank for rank, (begin, end) in enumerate(held) if end > begin]
-        rows = Chunks.rows(
-            ndim=1,
-            rank=ranks,
-            file=ranks,
-            offset=[0] * len(ranks),
-            start=[[held[rank][0]] for rank in ranks],
-            size=[[held[rank][1] - held[rank][0]] for rank in ranks],
-        )
-        dtype = unit.params[0].dtype
-        params[unit.key] = Tensor(dtype, (layout.total,), rows, sharded=True, cut=Sharded((Shard(0),)))
+        params[unit.key] = replace(flat[unit.key], dtype=unit.params[0].dtype)
         for param in unit.params if by_name else ():
-            tensor = _state(replace(units, use_orig_params=True), world_size, param.name)
-            lengths = {
-                int(rank): int(size) for rank, size in zip(tensor.chunks.rank, tensor.chunks.size[:, 0], strict=True)
-            }
-            params[param.name] = slices([lengths.get(rank, 0) for rank in range(world_size)], dtype)
+            chunks = by_key[param.name].chunks
+            lengths = dict(zip(chunks.rank.tolist(), chunks.size[:, 0].tolist(), strict=True))
+            params[param.name] = slices([lengths.get(rank, 0) for rank in range(world_size)], param.dtype)
     return ModelState(params)
 
 
