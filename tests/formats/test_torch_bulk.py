@@ -137,7 +137,7 @@ def test_references_to_what_was_taken_out_are_seen(taken: list[int]) -> None:
     """The last value is a reference: to the shape of a tensor, its key, its arguments, or the tensor itself."""
     pickled = pickle_of(PLAIN)
     assert pickled.endswith(b"e" + b"u.") or pickled.endswith(b"eu.")
-    for place in range(60, 300):
+    for place in (*range(60, 110), *range(240, 280)):  # of several tensors each, and of one byte and of four
         put = b"h%c" % place if place < 256 else b"j" + struct.pack("<I", place)
         same_end(of_plain(pickled[:-2] + put + b"0u."))
         same_end(of_plain(pickled[:-2] + b"X\x01\x00\x00\x00n" + put + b"u."))
