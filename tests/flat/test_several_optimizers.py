@@ -283,7 +283,7 @@ def listed(*lengths: int | None) -> list[tuple[int, ...] | None]:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "groups", "optional", "names"),
+    ("lengths", "groups", "optional", "found"),
     [
         ((5, 3, 5, 3), [listed(5, 5), listed(3, 3)], (), (("p0", "p2"), ("p1", "p3"))),
         ((5, 3, 4), [listed(4, 5), listed(3)], (), (("p2", "p0"), ("p1",))),  # not in the order of the model
@@ -291,26 +291,20 @@ def listed(*lengths: int | None) -> list[tuple[int, ...] | None]:
         ((5, 3, 5), [listed(5), listed(3)], ("p2",), (("p0",), ("p1",))),
         ((5, 3, 7), [listed(5), listed(7)], (), (("p0",), ("p2",))),  # p1 has no optimizer
         ((5, 3), [listed(), listed(5, 3)], (), ((), ("p0", "p1"))),
+        ((5, 5), [listed(5), listed(5)], (), "several"),
+        ((5, 3, 5), [listed(5), listed(3)], (), "several"),  # either of two may be without an optimizer
+        ((5, 3), [listed(None), listed(None)], (), "several"),
+        ((5, 3), [listed(5), listed(4)], (), "no division"),
+        ((5, 5, 3), [listed(3, 5), listed(5)], (), "no division"),  # out of order, and two are alike
+        ((5,), [listed(5), listed(5)], (), "list 2"),
     ],
 )
 def test_a_division_is_the_only_one_that_fits(
-    lengths: tuple[int, ...], groups: list[Any], optional: tuple[str, ...], names: tuple[tuple[str, ...], ...]
+    lengths: tuple[int, ...], groups: list[Any], optional: tuple[str, ...], found: tuple[tuple[str, ...], ...] | str
 ) -> None:
-    found = divide(parameters(*lengths), groups, frozenset(optional))
-    assert found == Divided(names, by_order=lengths != (5, 3, 4))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "groups", "why"),
-    [
-        ((5, 5), [listed(5), listed(5)], "several"),
-        ((5, 3, 5), [listed(5), listed(3)], "several"),  # either of two may be without an optimizer
-        ((5, 3), [listed(None), listed(None)], "several"),
-        ((5, 3), [listed(5), listed(4)], "no division"),
-        ((5, 5, 3), [listed(3, 5), listed(5)], "no division"),  # out of order, and two are alike
-        ((5,), [listed(5), listed(5)], "list 2"),
-    ],
-)
-def test_nothing_is_chosen(lengths: tuple[int, ...], groups: list[Any], why: str) -> None:
-    with pytest.raises(UndividedError, match=why):
-        divide(parameters(*lengths), groups, frozenset())
+    if isinstance(found, str):
+        with pytest.raises(UndividedError, match=found):
+            divide(parameters(*lengths), groups, frozenset(optional))
+    else:
+        expected = Divided(found, by_order=lengths != (5, 3, 4))
+        assert divide(parameters(*lengths), groups, frozenset(optional)) == expected

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from fsdpckpt.errors import SourceUnsupportedError, UsageError
 from fsdpckpt.flat.live.meta import build_on_meta, units_from_model
-from fsdpckpt.flat.live.save import units_of
 from fsdpckpt.ir.units import Strategy
 from tests.flat.live.conftest import World
 from tests.flat.live.models import CASES, wrapped
 from tests.oracle.flat_models import Nested, Outer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def test_the_policy_function_of_older_scripts_wraps_the_same(world: World) -> None:
-    world(3)
-    for name, case in CASES.items():
-        if case.ignored or not case.classes:
-            continue
-        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set(case.classes))
-        expected = units_of(wrapped(case, case.make(), use_orig_params=True, auto_wrap_policy=policy))
-        found = units_from_model(case.make, case.classes, use_orig_params=True)
-        assert replace(found, world_size=3) == expected, name
 
 
 def test_names_are_imported_and_settings_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import fsdpckpt
 from fsdpckpt.errors import InternalError, SourceUnsupportedError, TargetExistsError, TargetUnwritableError, UsageError
@@ -114,6 +116,10 @@ def test_a_model_is_told_as_it_was_before_wrapping_and_as_it_would_be_wrapped(
         assert on_meta.parameters == units.parameters
     else:  # the wrapped model does not know any more, the other does
         assert on_meta.parameters == tuple(name for name, _ in before.named_parameters())
+
+    if use_orig_params and case.classes and not case.ignored:  # the policy function of older scripts wraps the same
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set(case.classes))
+        assert units_of(wrapped(case, case.make(), use_orig_params=True, auto_wrap_policy=policy)) == units
 
     params = list(model.parameters())[::-1]
     cut = len(params) // 3
