@@ -24,7 +24,7 @@ from typing import Any
 from fsdpckpt.converters.check import OutputCheck
 from fsdpckpt.execute import journal
 from fsdpckpt.execute.run import _Run
-from fsdpckpt.storage import local, renameat2, staging
+from fsdpckpt.storage import local, local_target, renameat2, staging
 
 PHASES = ("copy", "read-back", "verify", "publish")
 _BLOCK = 4096
@@ -99,7 +99,7 @@ def install(kill: Kill) -> None:
 
 
 def _in_copy(counter: _Counter) -> None:
-    write = local._write_all
+    write = local_target._write_all
 
     def counted(descriptor: int, view: memoryview, offset: int) -> None:
         left = counter.left(len(view))
@@ -108,12 +108,12 @@ def _in_copy(counter: _Counter) -> None:
             counter.die()
         write(descriptor, view, offset)
 
-    local._write_all = counted
+    local_target._write_all = counted
     counter.within(_Run, "copy")
 
 
 def _in_read_back(counter: _Counter) -> None:
-    _count_reads(local.WritableFile, "read_into", counter)
+    _count_reads(local_target.WritableFile, "read_into", counter)
     counter.within(_Run, "read_back")
 
 

@@ -37,7 +37,7 @@ from fsdpckpt.options import ConvertOptions, LinkMode
 from fsdpckpt.plan import FilePlan, Plan
 from fsdpckpt.readers.side_files import auxiliary
 from fsdpckpt.storage import change_between, changed_error, identity_of_status, is_url
-from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.local_target import target_errors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import existing_and_missing

@@ -30,7 +30,7 @@ from fsdpckpt.producers.recognition import flavor_named
 from fsdpckpt.readers.manifest import SEAL
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage import is_url
-from fsdpckpt.storage.local import WritableFile, target_errors
+from fsdpckpt.storage.local_target import WritableFile, target_errors
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import Contents
 from fsdpckpt.text import plural, size_text

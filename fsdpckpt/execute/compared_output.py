@@ -13,7 +13,7 @@ from fsdpckpt.errors import SourceMissingError, TargetExistsError
 from fsdpckpt.execute.output import Output, read_bytes
 from fsdpckpt.execute.stored_checksums import Bytes, DeferredChecksums
 from fsdpckpt.storage import ByteSource, ByteTarget
-from fsdpckpt.storage.local import WritableFile, target_errors
+from fsdpckpt.storage.local_target import WritableFile, target_errors
 from fsdpckpt.storage.remote_store import RemoteStore
 
 

@@ -28,7 +28,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan.written import BEGIN, COLUMNS, END, NOTHING_WRITTEN, NUMBER, RECEIVED, written_bytes
 from fsdpckpt.storage import ByteTarget, FileIdentity, change_between
 from fsdpckpt.storage.hidden import open_own_file, read_own_file
-from fsdpckpt.storage.local import sync_directory, target_errors
+from fsdpckpt.storage.local_target import sync_directory, target_errors
 from fsdpckpt.text import plural
 
 Record = dict[str, object]

@@ -23,7 +23,7 @@ from fsdpckpt.execute.window import Assembler
 from fsdpckpt.execute.window_sums import WindowSums
 from fsdpckpt.plan import FilePlan
 from fsdpckpt.storage import ByteTarget
-from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.local_target import WritableFile
 
 
 class OutputState(NamedTuple):

@@ -36,7 +36,7 @@ from fsdpckpt.plan.transfer import FILES_AT_ONCE, SeenBy, TransferPlan, Window, 
 from fsdpckpt.plan.written import RECEIVED
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage import ByteSource
-from fsdpckpt.storage.local import aligned_buffer
+from fsdpckpt.storage.local_target import aligned_buffer
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
 

@@ -31,7 +31,7 @@ from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import FilePlan
 from fsdpckpt.plan.streams import ALIGNMENT
 from fsdpckpt.plan.transfer import TransferPlan, Window
-from fsdpckpt.storage.local import aligned_buffer
+from fsdpckpt.storage.local_target import aligned_buffer
 from fsdpckpt.storage.sources import Sources
 
 DEVICE_BYTES = 112 << 20

@@ -24,7 +24,7 @@ from fsdpckpt.plan import Copies, FilePlan, Plan, StridedBatch, rows_within, str
 from fsdpckpt.plan.streams import SHORTEST_IN_PLACE
 from fsdpckpt.plan.transfer import Window
 from fsdpckpt.storage import is_remote
-from fsdpckpt.storage.local import BLOCK, aligned_buffer
+from fsdpckpt.storage.local_target import BLOCK, aligned_buffer
 from fsdpckpt.storage.remote_file import REQUEST_COST
 from fsdpckpt.storage.sources import Sources
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.flags import Flag, Message
-from fsdpckpt.storage.local import replace_file
+from fsdpckpt.storage.local_target import replace_file
 from fsdpckpt.storage.places import DirectoryTree
 from fsdpckpt.storage.protocols import is_url
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from fsdpckpt.errors import TargetUnwritableError, to_copy
-from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.local_target import target_errors
 from fsdpckpt.storage.places import is_within
 
 NAME_LIMIT = 255  # bytes of one file name on every file system in use; some allow fewer

@@ -44,7 +44,7 @@ from fsdpckpt.storage.hidden import (
     staging_root,
     write_own_file,
 )
-from fsdpckpt.storage.local import sync_directory, target_errors
+from fsdpckpt.storage.local_target import sync_directory, target_errors
 from fsdpckpt.storage.renameat2 import rename_if_absent, swap_names
 from fsdpckpt.storage.target_checks import (
     Contents,

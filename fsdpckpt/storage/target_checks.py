@@ -18,7 +18,7 @@ from typing import TypeAlias
 from fsdpckpt import flags
 from fsdpckpt.errors import EMPTY, TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.hidden import NAME_LIMIT, hidden_place_of
-from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.local_target import target_errors
 from fsdpckpt.storage.places import DirectoryTree, is_mount_point, is_within
 from fsdpckpt.storage.protocols import FileIdentity, identity_of_status, is_url, require_complete_url
 from fsdpckpt.text import bytes_text

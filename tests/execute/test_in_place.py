@@ -25,7 +25,7 @@ from fsdpckpt.plan import make_plan, streams
 from fsdpckpt.plan import transfer as partitioning
 from fsdpckpt.plan.transfer import TransferPlan, partition, plan_transfers
 from fsdpckpt.plan.written import NOTHING_WRITTEN
-from fsdpckpt.storage.local import BLOCK
+from fsdpckpt.storage.local_target import BLOCK
 from tests.execute.random_files import Disk, random_files
 from tests.execute.test_distributed_routes import run
 

@@ -32,7 +32,7 @@ from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.progress import NoProgress
 from fsdpckpt.storage import FileIdentity
-from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.local_target import WritableFile
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.text import size_text
 from tests.execute.running import run_plan

@@ -16,7 +16,7 @@ import pytest
 
 from fsdpckpt.errors import TargetUnwritableError
 from fsdpckpt.storage import ByteTarget
-from fsdpckpt.storage.local import WritableFile, aligned_buffer
+from fsdpckpt.storage.local_target import WritableFile, aligned_buffer
 from fsdpckpt.storage.remote_dst import open_target
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import TargetState

@@ -15,8 +15,8 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.storage import ByteTarget, local
-from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage import ByteTarget, local_target
+from fsdpckpt.storage.local_target import WritableFile
 from fsdpckpt.storage.remote_dst import open_target
 from fsdpckpt.storage.retry import ATTEMPTS
 from fsdpckpt.storage.target_checks import TargetState
@@ -56,7 +56,7 @@ class TestWritableFile(ByteTargetContract):
         if call == "posix_fallocate" and not hasattr(os, "O_DIRECT"):
             pytest.skip("only files with direct writes are allocated")
         monkeypatch.setattr(os, call, full)
-        monkeypatch.setattr(local, "is_in_memory", lambda _: False)
+        monkeypatch.setattr(local_target, "is_in_memory", lambda _: False)
         before = os.listdir("/proc/self/fd")
         with pytest.raises(TargetUnwritableError, match="No space left"):
             self.make("file", 2 << 20)
@@ -72,7 +72,7 @@ class TestWritableFileWithoutDirectWrites(TestWritableFile):
 class TestWritableFileInMemory(TestWritableFile):
     @pytest.fixture(autouse=True)
     def _in_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(local, "is_in_memory", lambda _: True)
+        monkeypatch.setattr(local_target, "is_in_memory", lambda _: True)
         monkeypatch.delattr(os, "posix_fallocate")  # writes zeros to all of it
 
     def test_a_full_disk_costs_no_descriptor(self, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[override]

@@ -19,7 +19,7 @@ import pytest
 
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError, UsageError
 from fsdpckpt.storage.hidden import journal_path, journal_paths, lock_as_writer, staging_root
-from fsdpckpt.storage.local import WritableFile, aligned_buffer
+from fsdpckpt.storage.local_target import WritableFile, aligned_buffer
 from fsdpckpt.storage.renameat2 import swap_names
 from fsdpckpt.storage.staging import (
     Staging,

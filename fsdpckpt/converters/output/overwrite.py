@@ -25,7 +25,7 @@ from fsdpckpt.readers.manifest import read_manifest
 from fsdpckpt.readers.protocol import MANIFEST, Locate
 from fsdpckpt.readers.side_files import describes_model
 from fsdpckpt.storage import FileIdentity, is_url
-from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.local_target import target_errors
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.target_checks import LINK, Contents, added_since, contents_of, is_system_file
 

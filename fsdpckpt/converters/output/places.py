@@ -17,7 +17,7 @@ from fsdpckpt.converters.output.overwrite import still_replaceable
 from fsdpckpt.errors import TargetUnwritableError, UsageError
 from fsdpckpt.options import ConvertOptions, OutputScope
 from fsdpckpt.storage.hidden import read_own_file, write_own_file
-from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.local_target import target_errors
 from fsdpckpt.storage.staging import Staging
 from fsdpckpt.storage.target_checks import Contents, TargetState, is_empty_directory
 

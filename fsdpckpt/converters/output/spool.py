@@ -28,7 +28,7 @@ from fsdpckpt.storage.hidden import (
     read_own_file,
     write_own_file,
 )
-from fsdpckpt.storage.local import target_errors
+from fsdpckpt.storage.local_target import target_errors
 from fsdpckpt.storage.target_checks import existing_and_missing
 
 _UPLOAD, _SENT, _OUTPUT = "upload", "sent-", "output"

@@ -57,7 +57,7 @@ from fsdpckpt.plan import Plan
 from fsdpckpt.plan.plan import FilePlan
 from fsdpckpt.readers.protocol import MANIFEST
 from fsdpckpt.storage.hidden import Lock, journal_path, lock_as_writer
-from fsdpckpt.storage.local import replace_file, target_errors
+from fsdpckpt.storage.local_target import replace_file, target_errors
 from fsdpckpt.storage.object_file import ObjectFile
 from fsdpckpt.storage.parts import renames_at_once
 from fsdpckpt.storage.sources import Sources

@@ -46,7 +46,7 @@ from fsdpckpt.ir.units import Groups, Units, unit_text
 from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
 from fsdpckpt.readers.protocol import MANIFEST, Locate
 from fsdpckpt.storage import is_url
-from fsdpckpt.storage.local import replace_file
+from fsdpckpt.storage.local_target import replace_file
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.listings import listed_names, model_names, optimizer_names
 from fsdpckpt.transform.parameter_order import split_by_sizes
