@@ -166,7 +166,10 @@ def _lines(result: Difference, columns: int | None, *, everything: bool) -> Iter
         sigils: dict[str, set[str]] = {}
         for entry in result.entries:
             sigils.setdefault(entry.section, set()).add(entry.sigil)
-        alone = {section: sigil for section, (sigil, *more) in sigils.items() if sigil in ("-", "+") and not more}
+        alone: dict[str, str] = {}  # the sections that one side has
+        for section, (sigil, *more) in sigils.items():
+            if sigil in ("-", "+") and not more:
+                alone[section] = sigil
         for section, sigil in alone.items():
             if count := sum(entry.section == section for entry in shown):
                 text = f"{sigil} {section}  all {plural(count, 'key')}, only in {'A' if sigil == '-' else 'B'}"

@@ -68,9 +68,11 @@ def _cases(result: Verification | FsdpckptError, *, searched: bool) -> Iterator[
         return
     yield _case("readable", "")
     for name, kinds in CHECKS.items():
-        problems = [
-            problem for problem in result.problems if problem.kind in kinds or (name == TENSORS and _is_other(problem))
-        ]
+        takes_others = name == TENSORS
+        problems: list[Problem] = []
+        for problem in result.problems:
+            if problem.kind in kinds or (takes_others and _is_other(problem)):
+                problems.append(problem)
         if name == FINITE and not searched:
             yield _case(name, '<skipped message="add --finite"/>')
         elif problems:

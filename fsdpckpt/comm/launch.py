@@ -245,7 +245,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _silence_launcher() -> Iterator[None]:
     """Silence the elastic launcher's own report of a failure: ours is shorter and names the step."""
     logger = logging.getLogger("torch.distributed.elastic")
-    children = [logger, *(logging.getLogger(name) for name in logging.root.manager.loggerDict if "elastic" in name)]
+    names = [name for name in logging.root.manager.loggerDict if "elastic" in name]
+    children = [logger, *map(logging.getLogger, names)]
     before = [child.level for child in children]
     for child in children:
         child.setLevel(logging.CRITICAL)

@@ -203,8 +203,11 @@ def _has_tensors(value: object) -> bool:
 
 def join_tensors(skeleton: object, tensors: Sequence[torch.Tensor]) -> StateDict:
     """The inverse of ``split_tensors``: the state dict with ``tensors`` in the slots of ``skeleton``."""
-    joined = _map_leaves(skeleton, lambda value, _: tensors[value.index] if isinstance(value, Slot) else value, ())
-    return cast("StateDict", joined)
+
+    def filled(value: object, _: object) -> object:
+        return tensors[value.index] if isinstance(value, Slot) else value
+
+    return cast("StateDict", _map_leaves(skeleton, filled, ()))
 
 
 _Path: TypeAlias = tuple[object, ...]

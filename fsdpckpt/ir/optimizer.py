@@ -261,8 +261,10 @@ class Optimizer:
         gone = {number for number, key in enumerate(self.keys) if key not in names}
         users = [entry.key for entry in self.entries if entry.key is not None and entry.key not in names]
         kept = self.without(gone, users) if gone or users else self
-        entries = tuple(entry if entry.key is None else entry._replace(key=names[entry.key]) for entry in kept.entries)
-        return replace(kept, keys=tuple(names[key] for key in kept.keys), entries=entries)
+        entries: list[StateEntry] = []
+        for entry in kept.entries:
+            entries.append(entry if entry.key is None else entry._replace(key=names[entry.key]))
+        return replace(kept, keys=tuple(names[key] for key in kept.keys), entries=tuple(entries))
 
     def without(self, gone: Collection[MemberNumber], users: Collection[ParamKey] = ()) -> Optimizer:
         """The optimizer without the members ``gone``, and without the entries ``users`` that a user added.

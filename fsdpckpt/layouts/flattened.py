@@ -215,9 +215,12 @@ def flat_boxes(shape: Sequence[int], begin: int, count: int, order: Sequence[int
     while begin < end:
         # The slowest dimension with ``begin`` at its boundary and room for a slice: one box of whole slices.
         inner, level = 1, len(dims)
-        while level and begin % (inner * shape[dims[level - 1]]) == 0 and begin + inner * shape[dims[level - 1]] <= end:
+        while level:
+            slice_numel = inner * shape[dims[level - 1]]
+            if begin % slice_numel or begin + slice_numel > end:
+                break
             level -= 1
-            inner *= shape[dims[level]]
+            inner = slice_numel
         start, size, rest = [0] * len(shape), [1] * len(shape), begin
         for dim in reversed(dims):
             rest, start[dim] = divmod(rest, shape[dim])

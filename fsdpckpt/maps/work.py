@@ -88,9 +88,8 @@ class Work:
             return shape
         optim = self.checkpoint.optim
         states = optim.state.get(name, {}) if optim is not None else {}
-        shapes = {
-            leaf.shape for state, leaf in states.items() if isinstance(leaf, Tensor) and leaf.ndim and mirrors(state)
-        }
+        mirroring = [leaf for state, leaf in states.items() if isinstance(leaf, Tensor) and mirrors(state)]
+        shapes = {leaf.shape for leaf in mirroring if leaf.ndim}
         if len(shapes) != 1:
             raise NeedsInformationError(
                 f"the shape of {name} is unknown: the model section is missing, and its states "

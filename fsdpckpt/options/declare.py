@@ -198,12 +198,16 @@ def option_with_synonym(records: Iterable[type[OptionRecord]], name: str) -> Opt
 
 def given(record: OptionRecord, scope: Scope) -> tuple[Wording, ...]:
     """The options of ``scope`` that differ from their defaults, as messages name them."""
-    values = ((option, getattr(record, option.name)) for option in options_of(type(record)) if scope in option.scope)
-    return tuple(
-        option.flag.off if isinstance(option.flag, Switch) and value is False else option.flag
-        for option, value in values
-        if value != option.default
-    )
+    wordings: list[Wording] = []
+    for option in options_of(type(record)):
+        value = getattr(record, option.name)
+        if scope not in option.scope or value == option.default:
+            continue
+        if isinstance(option.flag, Switch) and value is False:
+            wordings.append(option.flag.off)
+        else:
+            wordings.append(option.flag)
+    return tuple(wordings)
 
 
 def arguments_of(record: OptionRecord) -> list[Wording]:

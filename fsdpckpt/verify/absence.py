@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from fsdpckpt.ir.checkpoint import Checkpoint, Layout, Section
 from fsdpckpt.ir.optimizer import PARAMS
@@ -57,11 +58,13 @@ class Absence:
         """
         side = self.b if other is self.a else self.a
         flavor = flavor_named(other.flavor)
-        opens = dict(pair for form in (flavor.forms if flavor is not None else ()) for pair in form.loader_opens)
-        held = {key: find_value(side.extra, extra_keys(key)) for key in opens}
-        return {
-            extra_keys(key)[:1] for key, value in held.items() if value is not None and not has_keys(value, opens[key])
-        }
+        opens = dict(chain.from_iterable(form.loader_opens for form in flavor.forms)) if flavor is not None else {}
+        foreign: set[Path] = set()
+        for key, expected in opens.items():
+            value = find_value(side.extra, extra_keys(key))
+            if value is not None and not has_keys(value, expected):
+                foreign.add(extra_keys(key)[:1])
+        return foreign
 
     @cached_property
     def _absent_from_a(self) -> set[Path]:

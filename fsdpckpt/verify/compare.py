@@ -165,9 +165,11 @@ def _named_leaves(
 
     def below(checkpoint: Checkpoint | None, renamed: Mapping[ParamKey, ParamKey]) -> Leaves:
         leaves = leaves_of(checkpoint, renamed, matched.positions) if checkpoint is not None else {}
-        return {
-            address.below(place.path): value for address, value in leaves.items() if address.section is place.section
-        }
+        of_section: Leaves = {}
+        for address, value in leaves.items():
+            if address.section is place.section:
+                of_section[address.below(place.path)] = value
+        return of_section
 
     own = [UNWRAPPED] if any(each is not None and each.shortened for each in unwrapped) else []
     notes = [f"{place.label}: {note}" for note in (*own, *matched.notes)]

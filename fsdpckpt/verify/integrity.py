@@ -210,9 +210,8 @@ class _Values:
 
     def read(self, sources: Sources, threads: int, progress: Progress) -> dict[int, _ReadTensor]:
         """Read every tensor with which something is done, and say what was found."""
-        to_read = [
-            number for number, sets in self.replicas.items() if sets or number in self.searched or number in self.hashed
-        ]
+        other_work = self.searched | self.hashed
+        to_read = [number for number, sets in self.replicas.items() if sets or number in other_work]
 
         def make_readers() -> tuple[BlockReader, BlockReader]:
             files = self.checkpoint.files

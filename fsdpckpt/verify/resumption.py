@@ -132,11 +132,9 @@ def _has_keys_of(form: Form, checkpoint: Checkpoint) -> bool:
         return True
     if checkpoint.optim is not None and form.flattened != checkpoint.origin.flattened_keys:
         return False
-    places = {Section.MODEL: form.model, Section.OPTIM: form.optim}
-    return all(
-        place is None or section not in checkpoint.origin.nesting or checkpoint.origin.nesting[section] == place.keys
-        for section, place in places.items()
-    )
+    places, nesting = {Section.MODEL: form.model, Section.OPTIM: form.optim}, checkpoint.origin.nesting
+    known = [(place, nesting[section]) for section, place in places.items() if section in nesting]
+    return all(place is None or place.keys == keys for place, keys in known)
 
 
 def _other_form(checkpoint: Checkpoint, flavor: Flavor) -> str:
@@ -145,7 +143,8 @@ def _other_form(checkpoint: Checkpoint, flavor: Flavor) -> str:
 
 
 def _missing_sections(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Iterator[str]:
-    models = int(checkpoint.model is not None) + sum(each.section is Section.MODEL for each in checkpoint.named)
+    named_models = [each for each in checkpoint.named if each.section is Section.MODEL]
+    models = len(named_models) + (checkpoint.model is not None)
     if not models:
         yield _NO_MODEL
     elif models > 1 and checkpoint.model is None and not (form.keeps_source_keys or form.several):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -150,9 +150,10 @@ def _dedup(
             elif 0 not in chunks.unshared_ranks:
                 continue
         loads[rank] += nbytes[number]
-    with_unshared = [
-        (number, chunks.unshared_ranks) for number, chunks in enumerate(held_chunks) if chunks and chunks.unshared_ranks
-    ]
+    with_unshared: list[tuple[int, Collection[int]]] = []
+    for number, chunks in enumerate(held_chunks):
+        if chunks and chunks.unshared_ranks:
+            with_unshared.append((number, chunks.unshared_ranks))
     for holder in sorted(by_first_holder):
         unshared = iter([number for number, unshared_ranks in with_unshared if holder in unshared_ranks])
         next_unshared = next(unshared, len(leaves))

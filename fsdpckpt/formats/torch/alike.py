@@ -306,10 +306,9 @@ def _same_tree(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict) and isinstance(other, dict):
-        attributes = vars(one) == vars(other) if isinstance(one, OrderedDict) else True
-        return (
-            attributes and list(one) == list(other) and all(_same_tree(value, other[key]) for key, value in one.items())
-        )
+        if list(one) != list(other) or (isinstance(one, OrderedDict) and vars(one) != vars(other)):
+            return False
+        return all(_same_tree(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same_tree, one, other))
     if isinstance(one, (StoredTensor, Distributed)):

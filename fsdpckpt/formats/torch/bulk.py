@@ -267,7 +267,8 @@ class _TensorMemo:
                     raise _NeedsGeneralReaderError("a persistent id that is not a tuple")
             elif self._written.setdefault(_memo_number(opcode), (number, out[number - 1]))[0] != number:
                 raise _NeedsGeneralReaderError("a memo number that is written twice")
-        if any(b"_rebuild" in name and name != _REBUILD for name in filter(methodcaller("startswith", b"c"), out)):
+        names = filter(methodcaller("startswith", b"c"), out)
+        if any(b"_rebuild" in name and name != _REBUILD for name in names):
             raise _NeedsGeneralReaderError("tensors of another kind")
 
     def at(self, get: bytes, before: int) -> bytes:
