@@ -1,4 +1,4 @@
-"""Checksums of a window, combined from those of the pieces that were summed when they were read."""
+"""Checksums of a window or a record, combined from those of the pieces that were summed when they were read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import zlib
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from isal.isal_zlib import crc32
 
+from fsdpckpt.execute.checks import combine
 from fsdpckpt.execute.window_sums import WindowSums
 
 
@@ -34,3 +38,11 @@ def test_a_byte_that_memory_changes_after_it_was_read_does_not_get_a_fresh_check
     assert WindowSums(0, memoryview(data), [piece]).of(0, 1000) == read != zlib.crc32(data)
     data[950] ^= 1  # bytes between pieces are summed as they are: checksums are written there
     assert WindowSums(0, memoryview(data), [piece]).of(0, 1000) != read
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=6), st.randoms(use_true_random=False))
+def test_parts_in_any_order_give_the_checksum_of_the_whole(data: bytes, cuts: list[int], rng: random.Random) -> None:
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    parts = [(7 + a, b - a, crc32(data[a:b])) for a, b in pairwise(edges)]
+    rng.shuffle(parts)
+    assert combine(parts) == zlib.crc32(data)

@@ -25,38 +25,31 @@ def located(raw: Raw, tensor: Tensor) -> Located:
     return tensor, raw.checkpoint({"w": tensor}).files, Sources()
 
 
-def test_a_tensor_cut_over_ranks_equals_the_same_tensor_whole(tmp_path: Path) -> None:
-    array = random_array(1, SHAPE)
-    cut, whole = Raw(tmp_path / "cut", 3), Raw(tmp_path / "whole", 1)
-    source = located(cut, cut.put(array, rows(SHAPE, 3)))
-    assert first_difference(source, located(whole, whole.put(array, order=(1, 0)))) is None
+ARRAY = numbers(3, SHAPE)
+SPECIAL = np.array([np.nan, 1.5, 0.0], np.float32)
 
 
-@pytest.mark.parametrize("element", [0, 13, 14, 15, 100, 184])
-def test_the_first_changed_element_is_named(tmp_path: Path, element: int) -> None:
-    array = random_array(2, SHAPE)
+def with_next(array: np.ndarray, element: int) -> np.ndarray:
+    """``array`` with another value from ``element`` on."""
     changed = array.copy()
-    changed.view(np.uint32).reshape(-1)[element:] ^= 1 << 30
-    cut, whole = Raw(tmp_path / "cut", 4), Raw(tmp_path / "whole", 1)
-    source = located(cut, cut.put(array, rows(SHAPE, 4)))
-    assert first_difference(source, located(whole, whole.put(changed))) == element
+    changed.reshape(-1)[element:] += 1
+    return changed
 
 
-@pytest.mark.parametrize("to", ["float16", "float64"])
-def test_a_cast_is_applied_before_comparing_though_blocks_hold_other_numbers_of_elements(
-    tmp_path: Path, to: str
+@pytest.mark.parametrize(
+    ("array", "ranks", "other", "order", "first"),
+    [
+        (random_array(1, SHAPE), 3, random_array(1, SHAPE), (1, 0), None),
+        *((ARRAY, 4, with_next(ARRAY, element), None, element) for element in (0, 13, 14, 15, 100, 184)),
+        # A cast is applied before comparing, though blocks hold other numbers of elements.
+        *((ARRAY, 2, ARRAY.astype(to), None, None) for to in ("float16", "float64")),
+        *((ARRAY, 2, with_next(ARRAY.astype(to), 171), None, 171) for to in ("float16", "float64")),
+        (SPECIAL, 1, np.array([np.nan, 1.5, -0.0], np.float32), None, 2),
+    ],
+)
+def test_the_first_element_that_differs_is_named(
+    tmp_path: Path, array: np.ndarray, ranks: int, other: np.ndarray, order: tuple[int, ...] | None, first: int | None
 ) -> None:
-    array = numbers(3, SHAPE)
-    cast = array.astype(to)
-    one, other, wrong = Raw(tmp_path / "one", 2), Raw(tmp_path / "other", 1), Raw(tmp_path / "wrong", 1)
-    source = located(one, one.put(array, rows(SHAPE, 2)))
-    assert first_difference(source, located(other, other.put(cast))) is None
-    cast.reshape(-1)[171] += 1
-    assert first_difference(source, located(wrong, wrong.put(cast))) == 171
-
-
-def test_a_zero_of_the_other_sign_differs_and_the_same_nan_does_not(tmp_path: Path) -> None:
-    one, other = Raw(tmp_path / "one", 1), Raw(tmp_path / "other", 1)
-    left = np.array([np.nan, 1.5, 0.0], np.float32)
-    right = np.array([np.nan, 1.5, -0.0], np.float32)
-    assert first_difference(located(one, one.put(left)), located(other, other.put(right))) == 2
+    cut, whole = Raw(tmp_path / "cut", ranks), Raw(tmp_path / "whole", 1)
+    source = located(cut, cut.put(array, rows(array.shape, ranks)))
+    assert first_difference(source, located(whole, whole.put(other, order=order))) == first

@@ -42,7 +42,7 @@ def test_parameters_that_ranks_hold_nothing_of_are_no_problem(form: str, tmp_pat
     assert result.records > 0 and all(digest.sha256 for digest in result.digests)
 
 
-def test_one_changed_byte_in_a_slice_is_found(tmp_path: Path) -> None:
+def test_a_changed_byte_and_steps_that_disagree_between_ranks_and_between_parameters_are_found(tmp_path: Path) -> None:
     directory = copied("torch-2.4/f1_orig_raw", tmp_path / "c")
     located = fsdpckpt.inspect(directory, keys=["2.exp_avg"], ranks=True).tensors[0].tensor.chunks
     path = directory / f"optim_{int(located.rank[1])}.pt"
@@ -51,10 +51,7 @@ def test_one_changed_byte_in_a_slice_is_found(tmp_path: Path) -> None:
     path.write_bytes(data)
     (problem,) = fsdpckpt.verify(directory).problems
     assert (problem.kind, problem.file) == ("checksum", str(path))
-
-
-def test_steps_that_disagree_are_found_between_ranks_and_between_parameters(tmp_path: Path) -> None:
-    directory = copied("torch-2.4/f1_orig_raw", tmp_path / "c")
+    directory = copied("torch-2.4/f1_orig_raw", tmp_path / "steps")
     edit(directory / "optim_1.pt", 2, "step", torch.tensor(9.0))  # ranks 0 and 1 both hold some of it
     edit(directory / "optim_0.pt", 0, "step", torch.tensor(5.0))
     result = {(problem.kind, problem.key) for problem in fsdpckpt.verify(directory).problems}

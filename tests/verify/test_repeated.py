@@ -117,24 +117,30 @@ def test_replicas_of_a_terabyte_are_compared(tmp_path: Path) -> None:
     assert [problem.kind for problem in found.problems] == ["replica"]
 
 
-@pytest.mark.parametrize("target", ["out.pt", "out.safetensors", "out"])
-def test_a_target_that_no_disk_holds_is_refused_before_anything_is_written(target: str, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1).expand(1 << 45)}, tmp_path / "source.pt")
-    options = {"to": "sharded", "world_size": 2, "buffers": ("none",)} if target == "out" else {}
-    with pytest.raises(TargetUnwritableError, match="not enough free space"):
+SHARDED: dict[str, Any] = {"to": "sharded", "world_size": 2, "buffers": ("none",)}
+FLATTENED: dict[str, Any] = SHARDED | {"to": "flattened", "unit": ("none",), "use_orig_params": True}
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "count", "elements", "words"),
+    [
+        *(
+            (name, options, 1, 1 << 45, "not enough free space")
+            for name, options in (("out.pt", {}), ("out.safetensors", {}), ("out", SHARDED))
+        ),
+        *(
+            ("out", options, 20, 1 << 58, "more than any file system")
+            for options in ({"to": "full"}, SHARDED, FLATTENED)
+        ),
+    ],
+)
+def test_a_target_that_no_disk_holds_is_refused_before_anything_is_written(
+    target: str, options: dict[str, Any], count: int, elements: int, words: str, tmp_path: Path
+) -> None:
+    torch.save({f"w{number}": torch.ones(1).expand(elements) for number in range(count)}, tmp_path / "source.pt")
+    with pytest.raises(TargetUnwritableError, match=words):
         fsdpckpt.convert(tmp_path / "source.pt", tmp_path / target, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
-
-
-@pytest.mark.parametrize("to", ["full", "sharded", "flattened"])
-def test_a_target_of_more_bytes_than_can_be_counted_is_refused(to: str, tmp_path: Path) -> None:
-    torch.save({f"w{number}": torch.ones(1).expand(1 << 58) for number in range(20)}, tmp_path / "source.pt")
-    options: dict[str, dict[str, Any]] = {
-        "sharded": {"world_size": 2, "buffers": ("none",)},
-        "flattened": {"world_size": 2, "unit": ("none",), "use_orig_params": True, "buffers": ("none",)},
-    }
-    with pytest.raises(TargetUnwritableError, match="more than any file system"):
-        fsdpckpt.convert(tmp_path / "source.pt", tmp_path / "out", to=to, **options.get(to, {}))
 
 
 def test_strides_beyond_any_number_of_elements_are_those_of_a_dimension_without_steps(tmp_path: Path) -> None:
