@@ -89,17 +89,16 @@ def test_the_launcher_raises_one_error_and_leaves_no_worker(tmp_path: Path, trou
     assert processes_in(tmp_path) == []
 
 
-def test_workers_end_with_a_launcher_that_is_killed() -> None:
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LAUNCHER, "between", "hang"]
-    launcher = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
-        workers = _patiently(lambda: found if len(found := _workers_of(launcher.pid)) == 2 else None)
-        assert workers, "the launcher started no workers"
+        assert _patiently(lambda: len(processes_in(tmp_path)) == 3), "the launcher started no workers"
         launcher.kill()
         launcher.wait()
         # A worker that is still importing torch asks about its launcher only then, and ends by itself.
-        assert _patiently(lambda: not any(map(_running, workers)))
+        assert _patiently(lambda: processes_in(tmp_path) == [])
     finally:
         launcher.kill()
         launcher.wait()
@@ -111,18 +110,3 @@ def _patiently(look: Any) -> Any:
     while not (answer := look()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return answer
-
-
-def _workers_of(parent: int) -> list[int]:
-    """The process ids of the workers of one launcher."""
-    listing = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
-    return [int(pid) for pid, above, args in rows if int(above) == parent and "-m tests.comm.faults" in args]
-
-
-def _running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

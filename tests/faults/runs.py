@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.oracle.forked import run
 
-__all__ = ["Done", "Hook", "convert", "hidden", "faulty", "removing", "same"]
+__all__ = ["Done", "Hook", "convert", "faulty", "finished", "hidden", "removing", "same"]
 
 Hook = tuple[int, str]
 """(n, code): what the process does before its n-th write."""
@@ -82,3 +82,12 @@ def same(expected: Path, found: Path) -> bool:
         return found.is_file() and filecmp.cmp(expected, found, shallow=False)
     names = sorted(os.listdir(expected))
     return names == sorted(os.listdir(found)) and filecmp.cmpfiles(expected, found, names, shallow=False)[0] == names
+
+
+def finished(source: Path, target: Path, *options: str, expected: Path) -> Done:
+    """A run that succeeds, makes what is ``expected``, and leaves nothing else."""
+    done = convert(source, target, *options)
+    assert done.code == 0, done.err
+    assert same(expected, target)
+    assert not hidden(target).exists() and not hidden(target, "lock").exists()
+    return done

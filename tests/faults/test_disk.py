@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import DCP, FULL
-from tests.faults.runs import convert, faulty, hidden, removing, same
+from tests.faults.runs import convert, faulty, finished, hidden, removing, same
 
 Whole = Callable[..., Path]
 # At every tenth write: the journal's thread comes to its turn, however busy the machine is.
@@ -46,8 +46,7 @@ def test_a_read_error_is_3_names_the_file_and_can_be_resumed(
     if hidden(target).exists():
         assert "run the command again: it continues from there" in done.err
     assert not hidden(target, "lock").exists()
-    assert convert(source, target, *FULL).code == 0
-    assert same(whole(*FULL), target)
+    finished(source, target, *FULL, expected=whole(*FULL))
 
 
 @pytest.mark.parametrize("nth", [1, 3, 20])
@@ -87,9 +86,7 @@ def test_whatever_the_disk_refuses_is_5_and_the_run_can_be_finished_later(
     assert not target.exists()
     assert hidden(target).exists() == ("it continues from there" in done.err)
     assert not hidden(target, "lock").exists()
-    done = convert(source, target, *DCP)
-    assert done.code == 0, done.err
-    assert same(whole(*DCP), target)
+    finished(source, target, *DCP, expected=whole(*DCP))
 
 
 def test_a_lost_write_that_only_the_journal_s_sync_is_told_of_ends_the_run(

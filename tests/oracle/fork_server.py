@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["IMPORTED", "become", "end_with_parent", "forked", "play", "run_forking"]
+__all__ = ["IMPORTED", "Child", "become", "end_with_parent", "forked", "play", "run_forking"]
 
 _PROGRAM = ("fsdpckpt.cli.app", "fsdpckpt.api", "fsdpckpt.converters.pipeline", "fsdpckpt.execute")
 IMPORTED = {
@@ -132,7 +132,31 @@ def become(
     return play(arguments)
 
 
-class _Worker:
+class Child:
+    """A child of this process, as a ``subprocess.Popen``."""
+
+    args: Sequence[str]
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout if timeout is not None else 1e9)
+        pause = 0.002
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.05)
+        return code
+
+
+class _Worker(Child):
     """What the elastic launcher takes for a ``subprocess.Popen``: forked from the launcher instead of executed."""
 
     def __init__(
@@ -150,21 +174,6 @@ class _Worker:
 
         self.args = args
         self.pid = forked(body)
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            time.sleep(0.01)
-        return code
 
 
 def run_forking() -> None:

@@ -13,12 +13,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from tests.oracle.fork_server import MESSAGE
+from tests.oracle.fork_server import MESSAGE, Child
 
 __all__ = ["ROOT", "Program", "processes_in", "run"]
 
@@ -50,7 +49,7 @@ def _server(kind: str, process: int, preload: str) -> tuple[socket.socket, subpr
     return ours, server
 
 
-class Program:
+class Program(Child):
     """``python ARGUMENTS``, without options but ``-m`` and ``-c``, as a process that has imported ``kind`` already.
 
     As subprocess.Popen with text; a stream that is not given is kept for ``communicate``. LD_PRELOAD in ``env`` is
@@ -70,7 +69,6 @@ class Program:
     ) -> None:
         environment = {**os.environ, **(env or {})}
         self.args = [sys.executable, *map(str, arguments)]
-        self.returncode: int | None = None
         self._streams: list[IO[bytes]] = []
         request = {
             "arguments": self.args[1:],
@@ -91,22 +89,6 @@ class Program:
         if not answer:
             raise AssertionError("the process that forks programs ended")
         self.pid = int(answer)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout if timeout is not None else 1e9)
-        pause = 0.002
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            time.sleep(pause)
-            pause = min(pause * 1.2, 0.05)
-        return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, ...]:
         """What it wrote to the streams that were not given elsewhere, once it has ended."""
