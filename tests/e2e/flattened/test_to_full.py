@@ -13,7 +13,6 @@ import pytest
 import fsdpckpt
 from tests.e2e.flattened.cases import Variant, load
 from tests.oracle.compare import differences, optimizer_by_id
-from tests.oracle.flat_naive import optimizer_states, parameters
 from tests.oracle.flat_scenarios import Scenario, variants
 from tests.oracle.session import Oracle
 
@@ -56,23 +55,6 @@ def require_truth(path: Path, directory: Path) -> dict[str, Any]:
     assert differences(found["model"], truth["model"], "model") == []
     assert same_optimizer(found["optimizer"], truth["optimizer"]) == []
     return found
-
-
-@each_of(ALL)
-def test_the_full_state_pytorch_gathers_is_the_slices_put_together(
-    oracle: Oracle, variant: Variant, world: int
-) -> None:
-    """The truth that every other test here compares with."""
-    directory = variant.directory(oracle, world)
-    weights, truth = parameters(directory), truth_in(directory)
-    assert weights
-    assert differences(weights, {name: truth["model"][name] for name in weights}) == []
-    assert differences(optimizer_states(directory, orig=variant.orig), truth["optimizer"]["state"]) == []
-
-
-def test_slices_of_another_run_are_another_state(oracle: Oracle) -> None:
-    one, other = (Variant("nested", True).directory(oracle, world) for world in (2, 3))
-    assert differences(optimizer_states(one, orig=True), truth_in(other)["optimizer"]["state"])
 
 
 @each_of(ALL, lambda entry, orig, world: entry.group is None)
