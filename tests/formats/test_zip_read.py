@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdpckpt.errors import SourceCorruptError, SourceUnrecognisedError, SourceUnsupportedError
-from fsdpckpt.formats.zip import read_directory
+from fsdpckpt.formats.zip import checksummed_directory, read_directory, top_folder
 from fsdpckpt.storage.local import LocalFile, MemoryFile
 from tests.formats.torch_saves import any_values, rewritten, saved
 
@@ -64,6 +64,27 @@ def test_an_archive_in_the_middle_of_a_file() -> None:
     assert {name: record.offset - begin for name, record in records.items()} == {
         name: record.offset for name, record in alone.items()
     }
+
+
+def test_an_archive_that_is_placed_outside_of_its_file_is_refused() -> None:
+    data = saved(VALUE)
+    for begin, end in ((5, len(data) + 1), (-1, len(data)), (9, 8)):
+        with pytest.raises(SourceCorruptError, match=rf"(?s)outside the file.*\[{begin}, {end}\)"):
+            read_directory(MemoryFile(data), begin=begin, end=end)
+
+
+def test_the_folder_and_the_checksums_of_a_file_are_found() -> None:
+    data, without = saved(VALUE), rewritten(saved(VALUE), {"data/0": b""})
+    assert top_folder(MemoryFile(data)) == top_folder(MemoryFile(without)) == "archive"
+    assert [top_folder(MemoryFile(other)) for other in (b"", b"PK\3\4", b"x" * 100)] == ["", "", ""]
+    directory = checksummed_directory(MemoryFile(data))
+    assert directory is not None and b"archive/data/0" in directory and directory in data
+    torch.serialization.set_crc32_options(False)
+    try:
+        assert checksummed_directory(MemoryFile(saved(VALUE))) is None
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert checksummed_directory(MemoryFile(b"")) is None is checksummed_directory(MemoryFile(b"x" * 100))
 
 
 def with_zip64(data: bytes) -> bytes:
@@ -132,6 +153,13 @@ def past_its_place(data: bytes) -> bytes:
     return bytes(changed)
 
 
+def end_elsewhere(data: bytes) -> bytes:
+    """The locator of the zip64 end record says another place."""
+    changed = bytearray(data)
+    struct.pack_into("<Q", changed, data.rindex(b"PK\6\7") + 8, 1 << 40)
+    return bytes(changed)
+
+
 def before_zip() -> bytes:
     stream = io.BytesIO()
     torch.save(VALUE, stream, _use_new_zipfile_serialization=False)
@@ -165,6 +193,9 @@ REFUSED: dict[str, tuple[bytes, type[Exception] | tuple[type[Exception], ...], s
     "compressed records": (
         rewritten(WHOLE, {}, method=zipfile.ZIP_DEFLATED), SourceUnsupportedError, "archive/data/0:"),
     "the format before zip": (before_zip(), SourceUnsupportedError, r"before version 1.6"),
+    "a zip64 end record outside": (
+        end_elsewhere(with_zip64(WHOLE)), SourceCorruptError,
+        f"(?s)outside the archive.*below {len(with_zip64(WHOLE)):,}.*{1 << 40:,}"),
     "a tar file": (tar_file(), SourceUnsupportedError, "tar file"),
     "something else": (b"\x89HDF\r\n" * 100, SourceUnrecognisedError, r"torch.save"),
 }
