@@ -36,20 +36,11 @@ def test_names_are_put_into_another_order_only_if_that_has_every_parameter() -> 
     assert names.reordered(["a.weight"], "a file") is names
 
 
-@pytest.mark.parametrize(
-    ("param", "possible"),
-    [
-        (named("w", 3), True),
-        (named("w", 3, sharded=None), True),
-        (named("w", 3, dtype="complex64"), True),
-        (named("w", 3, sharded=False), False),
-        (named("w"), False),
-        (named("w", 3, dtype="int64"), False),
-    ],
-)
-def test_what_a_flat_parameter_can_hold_is_floating_and_has_dimensions(param, possible) -> None:
-    assert param.possible is possible
-    assert param.numel == (3 if param.shape else 1)
+def test_what_a_flat_parameter_can_hold_is_floating_and_has_dimensions() -> None:
+    for param in (named("w", 3), named("w", 3, sharded=None), named("w", 3, dtype="complex64")):
+        assert param.possible and param.numel == 3
+    for param in (named("w", 3, sharded=False), named("w"), named("w", 3, dtype="int64")):
+        assert not param.possible and param.numel == (3 if param.shape else 1)
 
 
 def test_a_model_section_says_names_shapes_and_what_is_one_tensor() -> None:
@@ -70,20 +61,16 @@ def test_a_model_section_says_names_shapes_and_what_is_one_tensor() -> None:
     assert {(param.dtype, param.stride, param.sharded) for param in found.params} == {(F32, None, True)}
 
 
-def test_a_model_section_of_flat_parameters_or_of_none_says_nothing() -> None:
+def test_a_model_section_of_flat_parameters_or_of_none_says_nothing_and_one_without_order_no_order() -> None:
     assert held({"a": whole(3), "u._flat_param": slices([2, 2])}) is None
     assert held({"s": slices([2, 1]), "extra": 7}) is None
     assert model_names(checkpoint(2), "it") is None
-
-
-def test_a_model_section_without_order_is_not_ordered() -> None:
-    params = {"a": whole(3), "b": whole(3, offset=64)}
-    for more in ({"container": Container.SAFETENSORS}, {}):
-        found = held(params, **more)
-        assert found is not None and found.ordered is not bool(more)
-    source = checkpoint(1, model=ModelState(dict(params))).without_order()
-    found = model_names(source, "it")
-    assert found is not None and not found.ordered
+    model = ModelState({"a": whole(3), "b": whole(3, offset=64)})
+    source = checkpoint(1, model=model)
+    sorted_names = checkpoint(1, model=model, container=Container.SAFETENSORS)
+    for one, ordered in ((source, True), (sorted_names, False), (source.without_order(), False)):
+        found = model_names(one, "it")
+        assert found is not None and found.ordered is ordered
 
 
 @pytest.mark.parametrize(

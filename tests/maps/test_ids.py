@@ -97,14 +97,9 @@ def test_without_the_order_of_the_new_model_ids_are_refused(tmp_path: Path, save
     assert "key_type='name'" in str(refused.value)
 
 
-def test_a_list_that_lacks_a_new_parameter_is_refused_with_its_name(tmp_path: Path, saved: State) -> None:
-    path = listed(experts.fused(), tmp_path / "names.txt")
-    path.write_text(path.read_text().replace("blocks.1.down\n", ""))
-    with pytest.raises(SourceCorruptError, match=r"blocks\.1\.down"):
-        convert(tmp_path, "apart.pt", "fused.pt", key_type="id", parameters=path)
-
-
-def test_a_list_that_no_id_needs_is_said_to_have_no_effect(tmp_path: Path, saved: State) -> None:
+def test_a_list_that_lacks_a_new_parameter_is_refused_and_one_that_no_id_needs_has_no_effect(
+    tmp_path: Path, saved: State
+) -> None:
     path = listed(experts.fused(), tmp_path / "names.txt")
     report = fsdpckpt.convert(
         tmp_path / "apart.pt", tmp_path / "fused.pt", map=tmp_path / "experts.toml", parameters=path
@@ -112,6 +107,9 @@ def test_a_list_that_no_id_needs_is_said_to_have_no_effect(tmp_path: Path, saved
     assert [note.message for note in report.notes if note.kind == "unused"] == [
         "--parameters had no effect: it lists the parameters of the new model, whose optimizer has no ids"
     ]
+    path.write_text(path.read_text().replace("blocks.1.down\n", ""))
+    with pytest.raises(SourceCorruptError, match=r"blocks\.1\.down"):
+        convert(tmp_path, "apart.pt", "ids.pt", key_type="id", parameters=path)
 
 
 RENAME = """
