@@ -603,25 +603,25 @@ def loading(check: Check) -> None:
 
 
 def threads(check: Check) -> None:
-    """Seconds and CPU seconds of whole processes, start-up included, in turn with ``cp -r`` of the same directory."""
+    """Seconds and CPU seconds of whole processes, start-up included, in turn with ``cp -r`` of the same directory; then
+    what the copying alone takes, without start-up, reading and planning.
+    """
     out = check.fresh("threads")
     source = out / "dcp"
     convert(check.source(), source, to="sharded", container="dcp", world_size=8, buffers="none")
     nbytes = sum(path.stat().st_size for path in source.iterdir())
     program = [sys.executable, "-m", "fsdpckpt", "convert", "--quiet", str(source)]
-    one_file = [*program, str(out / "full.pt"), "--to", "full"]
-    eight_files = [*program, str(out / "dcp8"), "--to", "sharded", "--world-size", "8"]
+    jobs = {"one file": ("full.pt", {"to": "full"}), "DCP of 8": ("dcp8", {"to": "sharded", "world_size": 8})}
+    counts = [number for number in (1, 2, 8, 16) if number <= (os.cpu_count() or 1)]
     commands = {"cp -r": ["cp", "-r", str(source), str(out / "copy")]}
-    for number in (1, 2, 8, 16):
-        if number <= (os.cpu_count() or 1):
-            commands[f"to one file, {number} threads"] = [*one_file, "--threads", str(number)]
-            commands[f"to DCP of 8, {number} threads"] = [*eight_files, "--threads", str(number)]
+    for job, (name, options) in jobs.items():
+        flags = [word for option, value in options.items() for word in (f"--{option.replace('_', '-')}", str(value))]
+        for number in counts:
+            commands[f"to {job}, {number} threads"] = [*program, str(out / name), *flags, "--threads", str(number)]
     taken: dict[str, list[tuple[float, float]]] = {what: [] for what in commands}
     for _ in range(3):
         for what, command in commands.items():
-            for directory in (out / "copy", out / "dcp8"):
-                shutil.rmtree(directory, ignore_errors=True)
-            (out / "full.pt").unlink(missing_ok=True)
+            _remove(out, "copy", *(name for name, _ in jobs.values()))
             taken[what].append(_whole_process(command))
     started = statistics.median(_whole_process([*program[:3], "--version"])[0] for _ in range(3))
     check.row("start-up of fsdpckpt, which each of its rows includes", f"{started:.2f} s")
@@ -630,6 +630,26 @@ def threads(check: Check) -> None:
         seconds, used = (statistics.median(values) for values in zip(*runs, strict=True))
         found = f"{nbytes / GIB / seconds:.2f} GiB/s, {used / (nbytes / GIB):.2f} CPU seconds a GiB"
         check.row(what, found + f", {copied / seconds:.2f} x as fast as cp -r")
+    eight = max(number for number in counts if number <= 8)
+    for job, (name, options) in jobs.items():
+        given = ConvertOptions(**options, threads=eight)
+        alone = []
+        for _ in range(3):
+            _remove(out, "copy", name)
+            stages = StageSeconds()
+            pipeline.convert(Solo(), str(source), str(out / name), given, stages)
+            alone.append(stages.seconds["copy"])
+        seconds = statistics.median(alone)
+        found = f"{nbytes / GIB / seconds:.2f} GiB/s, {copied / seconds:.2f} x as fast as cp -r"
+        check.row(f"to {job}, {eight} threads, copying alone", found)
+
+
+def _remove(folder: Path, *names: str) -> None:
+    for path in (folder / name for name in names):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _whole_process(command: Sequence[str]) -> tuple[float, float]:
