@@ -93,6 +93,7 @@ def test_every_value_is_what_the_ranks_had_in_memory(name: str, runs: Path, tmp_
     first, second = (group["params"] for group in state["optimizer"]["param_groups"])
     assert sorted([*first, *second]) == sorted(states) == sorted(seen)
     assert name not in EXPERTS or (len(second) == EXPERTS[name] and all("experts." in key for key in second))
+    assert "autoep" not in name or model["model.layers.1.mlp.experts.w2"].shape == (4, 6, 8)
     assert state["epoch"] == 3 and not NO_EXTRAS.get(name, set()) & {*state}
 
 

@@ -143,7 +143,7 @@ def test_an_optimizer_that_nothing_names_leaves_the_weights(change: Edit, messag
     source = run.save(tmp_path / "run", change)
     (problem,) = fsdpckpt.verify(source).problems
     assert message in problem.message
-    with pytest.raises(FsdpckptError):
+    with pytest.raises(fsdpckpt.SourceError, match=r"contents are not known|does not say which parameter"):
         fsdpckpt.convert(source, tmp_path / "full.pt")
     fsdpckpt.convert(source, tmp_path / "model.pt", only="model")
     require_parts(torch.load(tmp_path / "model.pt"), {name: value.bfloat16() for name, value in run.whole.items()})
@@ -227,8 +227,9 @@ def test_buffers_that_do_not_fit_the_model_leave_the_weights(name: str, tmp_path
         (problem,) = fsdpckpt.verify(source).problems
         said = "cannot tell where each parameter is in Megatron's buffers"
         assert (said if content is not None else "has the states of decoder.layers.1.") in problem.message
-        with pytest.raises(FsdpckptError):
-            fsdpckpt.convert(source, tmp_path / "full.pt", no_weight_decay=["standard"])
+        with pytest.raises(FsdpckptError) as refused:
+            fsdpckpt.convert(source, tmp_path / "full.pt")
+        assert content is None or "contents are not known" in str(refused.value)
     fsdpckpt.convert(source, tmp_path / "model.pt", only="model")
     require_parts(torch.load(tmp_path / "model.pt"), {key: value.bfloat16() for key, value in run.whole.items()})
 
@@ -301,8 +302,8 @@ def test_buffers_whose_groups_count_different_steps_are_refused(tmp_path: Path) 
     source = Distributed(stages=2).save(tmp_path / "buffers", change)
     (problem,) = fsdpckpt.verify(source).problems
     assert "the param groups count the steps 7, 499" in problem.message
-    with pytest.raises(FsdpckptError):
-        fsdpckpt.convert(source, tmp_path / "full.pt", no_weight_decay=["standard"])
+    with pytest.raises(fsdpckpt.SourceUnsupportedError, match="contents are not known"):
+        fsdpckpt.convert(source, tmp_path / "full.pt")
 
 
 def test_other_optimizers_keep_their_groups_as_they_are(tmp_path: Path) -> None:
@@ -351,6 +352,11 @@ def of_another_job(directory: Path) -> None:
 
 def add_to(key: str, **entries: Any) -> Edit:
     return lambda content: content[key].update(entries)
+
+
+def one_of_two(size: str) -> Edit:
+    """The arguments say that it is a part, and not how many words there are: no shape tells it from the whole."""
+    return lambda content: (vars(content["args"]).update({size: 2}), vars(content["args"]).pop("padded_vocab_size"))
 
 
 def larger_values(content: Content) -> None:
@@ -415,6 +421,10 @@ REFUSALS = (
     *(
         unsupported(f"one of two {name} alone", run_of(name, lose(f"{ITERATION}/*_001")), "is one part of a model")
         for name in ("stages", "experts")
+    ),
+    *(
+        unsupported(f"one file and {size} of 2", fused(edit=one_of_two(size), ranks=1), "is one part of a model")
+        for size in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     ),
     incomplete("a rank of a grid without its file", run_of("all", lose(f"*/mp_rank_01_001_001/{FILE}")),
                f"the files of 1 rank are missing\n  - DIR/{ITERATION}/mp_rank_01_001_001\n"),

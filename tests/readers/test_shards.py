@@ -151,7 +151,7 @@ REFUSALS = (
         for kind, file in INDEXES.items()
         for refusal in (
             incomplete(f"shards of {kind} are missing", of_hugging_face(lose(file, shard(kind, 1), shard(kind, 3)),
-                       kind=kind), f"\n  - {shard(kind, 1)}\n  - {shard(kind, 3)}\n"),
+                       kind=kind), "2 shards are missing", f"\n  - {shard(kind, 1)}\n  - {shard(kind, 3)}\n"),
             incomplete(f"a shard of the index is missing ({kind})", of_hugging_face(lose(shard(kind, 2)), kind=kind),
                        "1 of them cannot be found", f"\n  - {shard(kind, 2)}\n"),
             incomplete(f"tensors are not in their shards ({kind})", of_hugging_face(index(elsewhere(kind), kind),

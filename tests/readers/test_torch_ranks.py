@@ -489,42 +489,31 @@ def test_an_optimizer_without_states_is_not_flattened(tmp_path: Path) -> None:
     assert read(tmp_path)[0].layout is Layout.FULL
 
 
-def test_numpy_numbers_as_keys_and_in_sets_are_the_same_on_every_rank(tmp_path: Path) -> None:
-    day = np.datetime64("2026-01-02")
+def test_numpy_numbers_and_ordered_dicts_of_extras_stay_what_they_are_where_ranks_differ(tmp_path: Path) -> None:
     extra = {
         "keys": {np.int64(5): 1, np.float32(0.1): torch.ones(2), (1, np.uint8(2)): 3},
-        "set": {np.int64(5), 6, day},
+        "set": {np.int64(5), 6, np.datetime64("2026-01-02")},
+        "two": OrderedDict([(np.int16(7), OrderedDict(a=1)), ("own", None)]),
     }
-    ordered = OrderedDict([(np.int16(7), OrderedDict(a=1)), ("own", None)])
-    save_ranks(
-        tmp_path / "c",
-        2,
-        lambda rank: {"model": {"w": torch.ones(2)}, **extra, "ordered": {**ordered, "own": rank}, "two": ordered},
-        "model_world_size_2_rank",
-    )
-    report = fsdpckpt.convert(
-        tmp_path / "c", tmp_path / "out", to="sharded", container="torch", world_size=2, buffers=["none"]
-    )
+
+    def of_rank(rank: int) -> Any:
+        inner = OrderedDict(c=rank, d=OrderedDict(e=1))
+        inner.version = 3  # type: ignore[attr-defined]
+        own = {"ordered": {**extra["two"], "own": rank}, "inner": inner, "rank": rank}
+        return {"model": {"w": torch.ones(2)}, **extra, "one": OrderedDict(z=1), **own}
+
+    save_ranks(tmp_path / "c", 2, of_rank, "model_world_size_2_rank")
+    options: dict[str, Any] = {"to": "sharded", "container": "torch", "world_size": 2, "buffers": ["none"]}
+    report = fsdpckpt.convert(tmp_path / "c", tmp_path / "out", **options)
     assert [note.kind for note in report.notes if note.kind in {"dropped", "encoded", "rank-mismatch"}] == []
     for rank in range(2):
         found = torch.load(tmp_path / "out" / f"extra_state_world_size_2_rank_{rank}.pt", weights_only=False)
         assert found["set"] == extra["set"] and list(found["keys"]) == list(extra["keys"])
         assert list(map(type, found["keys"])) == [np.int64, np.float32, tuple]
-        assert found["ordered"] == {**ordered, "own": rank}
-
-
-def test_ordered_dicts_of_extras_stay_ordered_where_ranks_differ(tmp_path: Path) -> None:
-    def of_rank(rank: int) -> Any:
-        inner = OrderedDict(c=rank, d=OrderedDict(e=1))
-        inner.version = 3  # type: ignore[attr-defined]
-        return {"model": {"w": torch.ones(2)}, "one": OrderedDict(z=1), "two": inner, "rank": rank}
-
-    save_ranks(tmp_path / "c", 2, of_rank, "model_world_size_2_rank")
-    fsdpckpt.convert(tmp_path / "c", tmp_path / "out", to="sharded", container="torch", world_size=2, buffers=["none"])
-    for rank in range(2):
-        found = torch.load(tmp_path / "out" / f"extra_state_world_size_2_rank_{rank}.pt", weights_only=False)
-        assert [type(each) for each in (found["one"], found["two"], found["two"]["d"])] == [OrderedDict] * 3
-        assert found["two"]["c"] == found["rank"] == rank and vars(found["two"]) == {"version": 3}
+        assert found["ordered"] == {**extra["two"], "own": rank}
+        ordered = (found["one"], found["inner"], found["inner"]["d"], found["two"])
+        assert [type(each) for each in ordered] == [OrderedDict] * 4
+        assert found["inner"]["c"] == found["rank"] == rank and vars(found["inner"]) == {"version": 3}
 
 
 def test_keys_in_a_dcp_directory_are_the_texts_that_torch_makes_of_them(tmp_path: Path) -> None:
