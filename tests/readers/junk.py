@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,20 +25,23 @@ def save(files: dict[str, Any], directory: Path) -> None:
         torch.save(content, directory / name)
 
 
-def refusals(files: dict[str, Any], directory: Path, *, seed: int) -> int:
-    """How many of the changed checkpoints are refused; the others are read. ``files``: names and plain values."""
+def refusals(files: dict[str, Any], directory: Path, *, seed: int, below: Sequence[tuple[Any, ...]] = ((),)) -> int:
+    """How many of the changed checkpoints are refused; the others are read. ``files``: names and plain values, of which
+    those at and ``below`` these keys change."""
     save(files, directory)
+    assert opened(directory).model is not None, "nothing else is refused"
     random, count = Random(seed), 0
     for name, content in files.items():
-        for changed in (*_JUNK, *_changed(content, random)):
+        for changed in (*_JUNK, *_changed(content, random, below)):
             torch.save(changed, directory / name)
             count += _refused(directory)
         torch.save(content, directory / name)
     return count
 
 
-def _changed(content: Any, random: Random) -> Iterator[Any]:
-    for path in _places(content) if isinstance(content, dict) else ():
+def _changed(content: Any, random: Random, below: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+    places = _places(content) if isinstance(content, dict) else ()
+    for path in (place for place in places if any(place[: len(keys)] == keys for keys in below)):
         for junk in (random.choice(_JUNK), None, _LOST):
             changed = inner = copy.deepcopy(content)
             for key in path[:-1]:

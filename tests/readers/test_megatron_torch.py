@@ -302,7 +302,7 @@ def test_buffers_whose_groups_count_different_steps_are_refused(tmp_path: Path) 
     source = Distributed(stages=2).save(tmp_path / "buffers", change)
     (problem,) = fsdpckpt.verify(source).problems
     assert "the param groups count the steps 7, 499" in problem.message
-    with pytest.raises(fsdpckpt.SourceUnsupportedError, match="contents are not known"):
+    with pytest.raises(fsdpckpt.SourceCorruptError, match="the param groups count the steps 7, 499"):
         fsdpckpt.convert(source, tmp_path / "full.pt")
 
 
