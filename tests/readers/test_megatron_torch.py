@@ -438,7 +438,7 @@ REFUSALS = (
         for name, value in (("swiglu", 2), ("num_attention_heads", 8))
     ),
     *(
-        corrupt(f"{first} and {second} swapped", run_of(name, swap(f"{ITERATION}/{first}", f"{ITERATION}/{second}")),
+        corrupt(f"{name}: {first} and {second}", run_of(name, swap(f"{ITERATION}/{first}", f"{ITERATION}/{second}")),
                 ELSEWHERE, f"{first}/{FILE}: saved by rank ", "rename every directory to the rank that saved its file")
         for name, first, second in SWAPPED
     ),

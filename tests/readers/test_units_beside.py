@@ -39,6 +39,12 @@ def write(path: Path, units: Units, **more: Any) -> str:
     return str(path)
 
 
+def found_at(source: Path | str) -> tuple[Units | None, str]:
+    """The units of a checkpoint, and the file that they are from."""
+    found = opened(source)
+    return found.units, found.origin.units_from
+
+
 @pytest.mark.parametrize("name", ["units.json", "my_model.json"])
 def test_a_units_file_in_the_directory_is_found_by_its_content(name: str, step: Path) -> None:
     (step / "config.json").write_text(json.dumps({"units": 7}))
@@ -71,10 +77,10 @@ def test_without_a_units_file_there_are_no_units(step: Path) -> None:
 def test_units_lie_beside_the_steps_of_a_run_and_the_nearest_count(step: Path) -> None:
     above = write(step.parent / "units.json", OTHER)
     for source in (step, step.parent, str(step) + "/"):
-        assert (opened(source).units, opened(source).origin.units_from) == (OTHER, above)
+        assert found_at(source) == (OTHER, above)
     near = write(step / "units.json", UNITS)
     for source in (step, step.parent):
-        assert (opened(source).units, opened(source).origin.units_from) == (UNITS, near)
+        assert found_at(source) == (UNITS, near)
 
 
 def test_units_lie_beside_the_steps_of_a_run_whose_roles_are_below_them(step: Path) -> None:
@@ -83,7 +89,7 @@ def test_units_lie_beside_the_steps_of_a_run_whose_roles_are_below_them(step: Pa
         path.rename(step / "actor" / path.name)
     above = write(step.parent / "units.json", OTHER)
     for source in (step, step.parent, step.parent.parent):
-        assert (opened(source).units, opened(source).origin.units_from) == (OTHER, above)
+        assert found_at(source) == (OTHER, above)
     assert opened(step / "actor").units is None
 
 
@@ -91,7 +97,7 @@ def test_units_beside_a_step_that_is_named_without_its_directory(step: Path, mon
     write(step.parent / "units.json", OTHER)
     monkeypatch.chdir(step.parent)
     for source in (step.name, f"./{step.name}", f"{step.name}/"):
-        assert (opened(source).units, opened(source).origin.units_from) == (OTHER, "./units.json")
+        assert found_at(source) == (OTHER, "./units.json")
 
 
 def test_units_above_a_directory_that_is_no_step_are_another_models(step: Path) -> None:
