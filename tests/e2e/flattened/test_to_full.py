@@ -57,6 +57,11 @@ def require_truth(path: Path, directory: Path) -> dict[str, Any]:
     return found
 
 
+def test_the_comparison_notices_another_run(oracle: Oracle) -> None:
+    one, other = (truth_in(Variant("nested", True).directory(oracle, world)) for world in (2, 3))
+    assert differences(one["model"], other["model"]) and same_optimizer(one["optimizer"], other["optimizer"])
+
+
 @each_of(ALL, lambda entry, orig, world: entry.group is None)
 def test_local_model_and_raw_optimizer_files_become_the_full_state_that_pytorch_had(
     oracle: Oracle, tmp_path: Path, variant: Variant, world: int
