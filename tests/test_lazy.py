@@ -46,14 +46,8 @@ class CountedFile(MemoryFile):
 def lazy(raw: Raw, array: np.ndarray, boxes: list, **how: object) -> LazyTensor:
     tensor = raw.put(array, boxes, **how)  # type: ignore[arg-type]
     files = tuple(Stored(str(rank), len(data)) for rank, data in enumerate(raw.data))
-    model = ModelState({"weight": tensor})
-    checkpoint = Checkpoint(
-        Origin("raw", Layout.SHARDED, Container.TORCH, "plain", len(files)),
-        files=files,
-        model=model,
-        optim=None,
-        extra={},
-    )
+    origin = Origin("raw", Layout.SHARDED, Container.TORCH, "plain", len(files))
+    checkpoint = Checkpoint(origin, files=files, model=ModelState({"weight": tensor}), optim=None, extra={})
     sources = OpenedBy(lambda path: CountedFile(bytes(raw.data[int(path)]), path))
     return LazyCheckpoint(checkpoint, ReadCheck(checkpoint, sources))["weight"]
 
@@ -91,9 +85,8 @@ def test_slices_of_slices_are_numpys_whatever_chunks_hold_the_tensor(data: st.Da
     array = random_array(data.draw(st.integers(0, 99)), shape, dtype)
     boxes = grid(shape, [data.draw(st.lists(st.integers(0, n), max_size=2)) for n in shape])
     order = data.draw(st.permutations(range(len(shape))))
-    tensor = lazy(
-        Raw(Path(), 3), array, boxes, ranks=[n % 3 for n in range(len(boxes))], order=order, dtype=DTYPES[dtype]
-    )
+    ranks = [number % 3 for number in range(len(boxes))]
+    tensor = lazy(Raw(Path(), 3), array, boxes, ranks=ranks, order=order, dtype=DTYPES[dtype])
     for _ in range(2):
         index = data.draw(indices(tensor.shape))
         tensor, array = tensor[index], array[index]

@@ -17,7 +17,7 @@ from fsdpckpt.errors import UsageError
 from fsdpckpt.ir.checkpoint import Container, Layout, Note, Section
 from fsdpckpt.ir.units import Strategy
 from fsdpckpt.options import ConvertOptions, Launcher, LaunchOptions, MissingState, OutputScope, VerifyLevel
-from fsdpckpt.process import ProcessRole, first_host, own_rank, rank_from_environment, started_as_worker
+from fsdpckpt.process import ProcessRole, RankInfo, first_host, own_rank, rank_from_environment, started_as_worker
 from fsdpckpt.progress import ProgressPipe, follow_progress
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -52,27 +52,23 @@ def test_a_worker_knows_its_rank(
     assert own_rank() == (info.rank if info is not None else 0) == (rank or 0)
 
 
-def test_torchrun_says_rank_and_where_to_meet() -> None:
-    info = rank_from_environment(TORCHRUN)
+def rank_info(environment: dict[str, str], **changed: str) -> RankInfo:
+    info = rank_from_environment(environment | changed)
     assert info is not None
+    return info
+
+
+def test_torchrun_says_rank_and_where_to_meet() -> None:
+    info = rank_info(TORCHRUN)
     assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (5, 8, 1, 4)
     assert (info.address, info.port, info.started_by) == ("node1", 29500, "torchrun")
 
 
 def test_srun_says_rank_and_all_tasks_of_a_step_find_one_port() -> None:
-    info, other = (
-        rank_from_environment(SRUN),
-        rank_from_environment({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}),
-    )
-    assert info is not None
-    assert other is not None
+    info, other = rank_info(SRUN), rank_info(SRUN, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0")
     assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (5, 7, 1, 3)
-    assert other.local_world_size == 2
-    assert (info.address, info.started_by) == ("gpu03", "srun")
-    assert info.port == other.port
-    third = rank_from_environment({**SRUN, "SLURM_STEP_ID": "3"})
-    assert third is not None
-    assert third.port != info.port
+    assert (info.address, info.started_by, other.local_world_size) == ("gpu03", "srun", 2)
+    assert info.port == other.port != rank_info(SRUN, SLURM_STEP_ID="3").port
 
 
 @pytest.mark.parametrize(

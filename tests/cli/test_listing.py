@@ -38,15 +38,10 @@ def tensor(shape: tuple[int, ...], dtype: str = "float32", placement: str = "[Sh
     return Tensor(DTYPES[dtype], shape, chunks, True, placement if shape else "whole")
 
 
-def described(params: dict[str, Tensor], *, ids: bool = False, without: frozenset[str] = frozenset()) -> Description:
+def described(params: dict[str, Tensor], *, ids: bool = False) -> Description:
     state = {
-        (number if ids else name): {
-            "step": tensor(()),
-            "exp_avg": tensor(param.shape),
-            "exp_avg_sq": tensor(param.shape),
-        }
+        number if ids else name: {"step": tensor(()), **{key: tensor(param.shape) for key in ("exp_avg", "exp_avg_sq")}}
         for number, (name, param) in enumerate(params.items())
-        if name not in without
     }
     groups = [{"lr": 0.001, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": None, "params": list(state)}]
     optim = Optimizer.of(dict(state), groups)
@@ -55,17 +50,9 @@ def described(params: dict[str, Tensor], *, ids: bool = False, without: frozense
         Evidence(EvidenceKind.SECTIONS, "405b: model and optimizer"),
         Evidence(EvidenceKind.CONTAINER, "a DCP directory: 405b has a .metadata file"),
     )
+    origin, ledger = Origin("405b", Layout.SHARDED, Container.DCP, "plain", 8), Ledger(evidence=evidence)
     model = ModelState(dict(params))
-    return describe(
-        Checkpoint(
-            Origin("405b", Layout.SHARDED, Container.DCP, "plain", 8),
-            files=files,
-            model=model,
-            optim=optim,
-            extra={},
-            ledger=Ledger(evidence=evidence),
-        )
-    )
+    return describe(Checkpoint(origin, files=files, model=model, optim=optim, extra={}, ledger=ledger))
 
 
 def llama(layers: int = 126) -> dict[str, Tensor]:
