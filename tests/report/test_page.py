@@ -19,7 +19,7 @@ import fsdpckpt
 from fsdpckpt.cli.listing import listing
 from fsdpckpt.describe import describe
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
-from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout, ModelState, Origin
+from fsdpckpt.ir.checkpoint import Checkpoint, Container, Evidence, EvidenceKind, Layout
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Inline, Stored
 from fsdpckpt.ir.invariants import problems
@@ -29,6 +29,7 @@ from fsdpckpt.layouts import mesh_chunks, row_sharding
 from fsdpckpt.report import MARK, check_report, write_report
 from fsdpckpt.report.figures import COLUMNS, holdings, module_tree
 from fsdpckpt.report.page import page
+from tests.ir.checkpoints import checkpoint as full
 from tests.ir.checkpoints import with_ledger, with_origin
 from tests.verify.raw import Raw
 
@@ -60,15 +61,9 @@ def sharded(shape: tuple[int, ...], ranks: int, skip: frozenset[int] = frozenset
 
 
 def checkpoint(params: dict[str, Tensor], *, ranks: int = 4, optim: Optimizer | None = None) -> Checkpoint:
-    files = (Stored("somewhere/__0_0.distcp", 1),)
-    described = Checkpoint(
-        Origin("somewhere", Layout.SHARDED, Container.DCP, "plain", ranks),
-        files=files,
-        model=ModelState(dict(params)),
-        optim=optim,
-        extra={},
-    )
-    return with_ledger(described, problems=tuple(problems(described)))
+    held = full(params, optim, files=(Stored("somewhere/__0_0.distcp", 1),))
+    held = with_origin(held, source="somewhere", layout=Layout.SHARDED, container=Container.DCP, world_size=ranks)
+    return with_ledger(held, problems=tuple(problems(held)))
 
 
 class Elements(HTMLParser):

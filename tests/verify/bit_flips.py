@@ -24,7 +24,8 @@ from fsdpckpt.verify.compare import compare
 from fsdpckpt.verify.integrity import verify_checkpoint
 
 __all__ = [
-    "FORMS", "PROTECTED", "WITHOUT_CHECKSUMS", "WRITTEN", "Outcome", "files_of", "flip_each", "make", "places",
+    "FORMS", "PROTECTED", "WITHOUT_CHECKSUMS", "WRITTEN", "Outcome", "files_of", "flip_each", "found_each",
+    "make", "places",
 ]  # fmt: skip
 
 SEED = 33
@@ -108,12 +109,26 @@ def files_of(whole: Path) -> list[Path]:
     return sorted(path for path in whole.rglob("*") if path.is_file()) if whole.is_dir() else [whole]
 
 
+def found_each(whole: Path, chosen: list[tuple[Path, int]]) -> Iterator[bool]:
+    """Whether ``verify`` finds one changed bit at each of the ``chosen`` places, one at a time."""
+    before = _problems(whole)
+    for _ in _changed_at(chosen):
+        yield _is_found(whole, before)
+
+
 def flip_each(whole: Path, chosen: list[tuple[Path, int]], scratch: Path) -> Iterator[Outcome]:
     """What comes of one changed bit at each of the ``chosen`` places, one at a time."""
     units = whole.parent / "units.json"  # what flat shards without a manifest need
     options: dict[str, Any] = {"units": units} if units.exists() else {}
     right = fsdpckpt.convert(whole, scratch / "right.pt", to="full", **options)
     before, warned = _problems(whole), _warnings(right)
+    for path, place in _changed_at(chosen):
+        name = str(path.relative_to(whole)) if path != whole else path.name
+        yield Outcome(name, place, _is_found(whole, before), _converted(whole, scratch, options, warned))
+
+
+def _changed_at(chosen: list[tuple[Path, int]]) -> Iterator[tuple[Path, int]]:
+    """One bit is changed while each place is given."""
     draw = random.Random(SEED)
     for path, place in chosen:
         status = path.stat()
@@ -122,9 +137,8 @@ def flip_each(whole: Path, chosen: list[tuple[Path, int]], scratch: Path) -> Ite
         with path.open("r+b") as file:
             file.seek(place)
             file.write(changed)
-        name = str(path.relative_to(whole)) if path != whole else path.name
         try:
-            yield Outcome(name, place, _is_found(whole, before), _converted(whole, scratch, options, warned))
+            yield path, place
         finally:
             path.write_bytes(data)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

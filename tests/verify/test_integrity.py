@@ -27,7 +27,7 @@ from fsdpckpt.verify.checksums import TensorsInFiles
 from fsdpckpt.verify.integrity import Verification, verify_checkpoint
 from fsdpckpt.verify.measures import Finite, buffer_keys
 from tests.ir.checkpoints import with_ledger
-from tests.verify.raw import Raw, numbers, random_array, rows
+from tests.verify.raw import Box, Raw, numbers, random_array, rows
 
 
 def verified(checkpoint: Checkpoint, *, digests: bool = False, finite: bool = False) -> Verification:
@@ -137,27 +137,23 @@ def test_checksums_of_zero_everywhere_mean_there_are_none(tmp_path: Path) -> Non
     assert kinds(single.checkpoint()) == [("checksum", "w")], "a single zero among others is judged"
 
 
-def test_replicas_that_diverged_are_named_with_their_ranks(tmp_path: Path) -> None:
-    whole = Whole(tmp_path)
-    whole.raw.records.clear()
-    checkpoint = whole.checkpoint()
-    whole.raw.flip(whole.model["buffer"], row=2)
-    (problem,) = verified(checkpoint).problems
-    assert (problem.kind, problem.key, problem.rank) == ("replica", "buffer", 2)
-    assert "rank 0 and of rank 2" in problem.message
-
-
-def test_replicas_of_a_hybrid_shard_are_compared_box_by_box(tmp_path: Path) -> None:
-    raw = Raw(tmp_path, 4)
-    array = random_array(3, (5, 3))
-    boxes = rows(array.shape, 2)
-    tensor = raw.put(array, [*boxes, *boxes])
+@pytest.mark.parametrize(
+    ("shape", "boxes", "row"),
+    [((4,), [((0,), (4,))] * 3, 2), ((5, 3), rows((5, 3), 2) * 2, 3)],
+    ids=["whole", "hybrid shard"],
+)
+def test_replicas_that_diverged_are_compared_box_by_box_and_named_with_their_ranks(
+    tmp_path: Path, shape: tuple[int, ...], boxes: list[Box], row: int
+) -> None:
+    raw = Raw(tmp_path, len(boxes))
+    tensor = raw.put(random_array(3, shape), boxes)
     raw.records.clear()
     checkpoint = raw.checkpoint({"w": tensor})
     assert kinds(checkpoint) == []
-    raw.flip(tensor, row=3, byte=8)
+    raw.flip(tensor, row=row, byte=8)
     (problem,) = verified(checkpoint).problems
-    assert (problem.kind, problem.rank) == ("replica", 3)
+    assert (problem.kind, problem.key, problem.rank) == ("replica", "w", row)
+    assert f"rank {row % 2} and of rank {row}" in problem.message
 
 
 def test_a_missing_rank_a_truncated_file_and_an_absent_one_are_all_listed(tmp_path: Path) -> None:
@@ -244,15 +240,6 @@ def test_the_neighbours_of_a_damaged_file_are_not_read(tmp_path: Path) -> None:
         fsdpckpt.verify(tmp_path)
 
 
-def test_nan_and_inf_are_problems_only_when_asked_for(tmp_path: Path) -> None:
-    whole = Whole(tmp_path)
-    whole.model["bad"] = whole.raw.put(np.float32([1, np.nan, np.inf, np.inf]))
-    assert kinds(whole.checkpoint()) == []
-    (problem,) = verified(whole.checkpoint(), finite=True).problems
-    assert (problem.kind, problem.key) == ("not-finite", "bad")
-    assert "1 NaN and 2 Inf of 4" in problem.message
-
-
 def test_problems_of_the_reader_are_kept_and_not_doubled(tmp_path: Path) -> None:
     raw = Raw(tmp_path, 2)
     checkpoint = raw.checkpoint({"w": raw.put(random_array(5, (4, 2)), [((0, 0), (2, 2))])})
@@ -299,8 +286,10 @@ def with_mask(directory: Path, keys: tuple[str | int, ...], *, sharded: bool | N
     return raw.checkpoint(model, Optimizer.of(dict(state), [{"params": list(keys)}]) if keys else None)
 
 
-def test_buffers_are_searched_for_nan_only_when_they_are_named(tmp_path: Path) -> None:
+def test_nan_and_inf_are_problems_when_asked_for_and_of_buffers_when_they_are_named(tmp_path: Path) -> None:
     checkpoint = with_mask(tmp_path, ("a.weight",), sharded=True)
+    assert kinds(checkpoint) == [], "only when that is asked for"
+    assert "1 NaN and 1 Inf of 4" in verified(checkpoint, finite=True).problems[0].message
     found, notes = searched(checkpoint)
     assert found == {"a.weight", "frozen.weight", "a.weight.exp_avg"}
     assert [note for note in notes if "not searched for NaN and Inf: mask; --include" in note]
