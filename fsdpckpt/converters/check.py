@@ -37,7 +37,7 @@ from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.plan.transfer import SeenBy
 from fsdpckpt.process import gc_paused
 from fsdpckpt.progress import Progress
-from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.places import is_within
@@ -332,7 +332,8 @@ def _reopen(
 ) -> Checkpoint:
     try:
         # A configuration that was copied describes all of the model, of which options may have selected a part.
-        return open_checkpoint(path, sources=sources, locate=locate, units=units, lost=lost, compare_config=False)
+        known = OpenOptions(units=units, lost=lost, compare_config=False)
+        return open_checkpoint(path, sources=sources, locate=locate, options=known)
     except FsdpckptError as error:  # our own output: an error in it is not the fault of the user's source
         raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
 

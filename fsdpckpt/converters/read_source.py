@@ -25,7 +25,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.declare import Scope, given
 from fsdpckpt.readers.dcp.item_numbers import items_of
 from fsdpckpt.readers.dcp.items import is_located
-from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
 from fsdpckpt.readers.masters import has_untied_masters, with_masters
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage.sources import Sources
@@ -81,14 +81,8 @@ def read_source(asked: Asked) -> Opened:
 
 def _open(asked: Asked, locate: Locate) -> Checkpoint:
     options = asked.options
-    return open_checkpoint(
-        asked.source,
-        sources=asked.sources,
-        locate=locate,
-        only=section_of(options.only),
-        units=asked.units,
-        ignore_file=options.ignore_file,
-    )
+    known = OpenOptions(only=section_of(options.only), units=asked.units, ignore_file=options.ignore_file)
+    return open_checkpoint(asked.source, sources=asked.sources, locate=locate, options=known)
 
 
 def items_to_open(outline: Checkpoint, asked: Asked) -> Locate:

@@ -18,7 +18,7 @@ from fsdpckpt.ir.coverage import flaws
 from fsdpckpt.ir.spans import chunk_ends
 from fsdpckpt.ir.tensors import distinct
 from fsdpckpt.notebook import table
-from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
 from fsdpckpt.readers.manifest import read_manifest
 from fsdpckpt.readers.torch_checkpointing import files_of_ranks
 from fsdpckpt.storage import Entry
@@ -157,7 +157,7 @@ def _is_cut_short(file: Entry, sources: Sources) -> bool:
 def _readable(source: str, section: Section, sources: Sources) -> Checkpoint | None:
     """The checkpoint with ``section``, if that needs nothing that is missing or cut short."""
     try:
-        checkpoint = open_checkpoint(source, sources=sources, only=section)
+        checkpoint = open_checkpoint(source, sources=sources, options=OpenOptions(only=section))
     except FsdpckptError:
         return None
     content = checkpoint.model if section is Section.MODEL else checkpoint.optim

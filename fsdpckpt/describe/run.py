@@ -12,7 +12,7 @@ from fsdpckpt.errors import FsdpckptError, SeveralCheckpointsError
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.notebook import table
 from fsdpckpt.readers.candidates import newest, pointer_text, pointers, proposed
-from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.readers.search import WORDS_OF_STEP
 from fsdpckpt.storage.sources import Sources, relative_path
@@ -108,7 +108,9 @@ def _checkpoints_at(
     name = relative_path(path, source) or ITSELF
     ignored = tuple(relative_path(other, path) for other in without)
     try:
-        checkpoint = open_checkpoint(path, sources=sources, locate=Locate.NOTHING, ignore_file=ignored)
+        checkpoint = open_checkpoint(
+            path, sources=sources, locate=Locate.NOTHING, options=OpenOptions(ignore_file=ignored)
+        )
     except SeveralCheckpointsError as several:
         if depth:
             below = [_checkpoints_at(each, source, sources, depth - 1) for each in several.checkpoints]

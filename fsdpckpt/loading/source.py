@@ -34,7 +34,7 @@ from fsdpckpt.lazy import copy_blocks
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.producers import PLAIN_PATHS, SectionPath
 from fsdpckpt.readers.dcp.items import is_located, locate_rows
-from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
 from fsdpckpt.readers.protocol import Locate, require_matches
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.verify.blocks import (
@@ -59,17 +59,13 @@ def open_to_load(path: str, options: ConvertOptions, sources: Sources, *, locate
     ``fsdpckpt convert`` raises for the source: SourceError, NeedsInformationError.
     """
     units = load_units(options.units, sources) if options.units is not None else None
-    ignored = options.ignore_file
-    checkpoint = open_checkpoint(
-        path, sources=sources, units=units, locate=locate, ignore_file=ignored, prefer_dcp_over_exports=True
-    )
-    require_matches(ignored, checkpoint)
+    known = OpenOptions(units=units, ignore_file=options.ignore_file, prefer_dcp_over_exports=True)
+    checkpoint = open_checkpoint(path, sources=sources, locate=locate, options=known)
+    require_matches(options.ignore_file, checkpoint)
     request = units_request(options, listed_parameters(options))
     flattened = not locate.all and is_flattened(checkpoint, sources, request)
     if flattened and not all(map(is_located, checkpoint.leaves())):
-        checkpoint = open_checkpoint(
-            path, sources=sources, units=units, locate=Locate.ALL, ignore_file=ignored, prefer_dcp_over_exports=True
-        )
+        checkpoint = open_checkpoint(path, sources=sources, locate=Locate.ALL, options=known)
     try:
         # as for a conversion to whole tensors, up to the layout
         spec = Decision(Layout.FULL, Container.DCP, None, options, directory=True)

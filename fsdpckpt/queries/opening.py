@@ -15,7 +15,7 @@ from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.commands import DiffOptions, KnowledgeOptions, VerifyOptions
 from fsdpckpt.options.declare import OptionRecord, options_of
 from fsdpckpt.producers.recognition import id_rule_of
-from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
 from fsdpckpt.readers.protocol import Locate, require_matches
 from fsdpckpt.storage.sources import Sources
 
@@ -46,10 +46,8 @@ def open_all(
     matches none of their files.
     """
     loaded = load_units(units, sources) if units is not None else None
-    opened = [
-        open_checkpoint(os.fsdecode(path), sources=sources, locate=locate, units=loaded, ignore_file=ignore_file)
-        for path in paths
-    ]
+    known = OpenOptions(units=loaded, ignore_file=ignore_file)
+    opened = [open_checkpoint(os.fsdecode(path), sources=sources, locate=locate, options=known) for path in paths]
     require_matches(ignore_file, *opened)
     return opened
 

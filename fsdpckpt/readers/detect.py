@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from fsdpckpt import flags
@@ -17,6 +17,7 @@ from fsdpckpt.errors import (
     EMPTY,
     FsdpckptError,
     NeedsInformationError,
+    SeveralCheckpointsError,
     SourceError,
     SourceIncompleteError,
     SourceMissingError,
@@ -40,6 +41,7 @@ from fsdpckpt.readers.account import METADATA, AccountBook
 from fsdpckpt.readers.candidates import refuse_directories_of_ranks, several_checkpoints
 from fsdpckpt.readers.join import join, without_exports
 from fsdpckpt.readers.manifest import (
+    ReadManifest,
     read_manifest,
     with_manifest,
     with_manifest_beside,
@@ -63,25 +65,26 @@ _MAX_DIRECTORIES = 6
 _LEFT_OUT = (SourceUnsafeError, SourceUnrecognisedError, SourceUnsupportedError)  # of a file beside the checkpoint
 
 
-def open_checkpoint(
-    source: str,
-    *,
-    sources: Sources,
-    locate: Locate = Locate.ALL,
-    only: Section | None = None,
-    units: Units | None = None,
-    lost: tuple[LostDict, ...] = (),
-    ignore_file: tuple[str, ...] = (),
-    prefer_dcp_over_exports: bool = False,
-    compare_config: bool = True,
-) -> Checkpoint:
-    """Read everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """What is known about a checkpoint, and what of it is read, beside which of its tensors are located."""
 
-    ``units``: the order of each rank's optimizer, used if no units are found beside the checkpoint. ``lost``: the dicts
-    that are others in a DCP directory, if the manifest beside it does not say. ``ignore_file``:
-    globs of files and directories to leave out; the caller then calls ``require_matches``. For ``locate``, ``only`` and
-    ``prefer_dcp_over_exports`` see ``ReadOptions``. ``compare_config``: whether a ``config.json`` beside the weights
-    must describe them.
+    only: Section | None = None  # see ``ReadOptions``
+    units: Units | None = None  # the order of each rank's optimizer, used if no units are found beside the checkpoint
+    lost: tuple[LostDict, ...] = ()  # dicts that are others in a DCP directory, if the manifest beside it does not say
+    ignore_file: tuple[str, ...] = ()  # globs of what to leave out; the caller then calls ``require_matches``
+    prefer_dcp_over_exports: bool = False  # see ``ReadOptions``
+    compare_config: bool = True  # whether a ``config.json`` beside the weights must describe them
+
+
+_EVERYTHING = OpenOptions()
+
+
+def open_checkpoint(
+    source: str, *, sources: Sources, locate: Locate = Locate.ALL, options: OpenOptions = _EVERYTHING
+) -> Checkpoint:
+    """Read everything about the checkpoint at ``source`` (file, directory or URL) but its tensor data. For ``locate``
+    see ``ReadOptions``.
 
     Raises SourceMissingError, SourceUnrecognisedError, SourceIncompleteError, NeedsInformationError (several
     candidates), and what the readers raise. Problems that do not prevent reading are in ``Checkpoint.problems``.
@@ -92,21 +95,13 @@ def open_checkpoint(
     if entry is None:
         require_complete_url(source, "the path")
         raise missing(source)
-    remaining = RemainingSources(sources, source, ignore_file)
-    opening = _Opening(
-        source, remaining, ReadOptions(locate, only, prefer_dcp_over_exports), units, compare_config=compare_config
-    )
-
-    def open_without(unread: frozenset[str]) -> None:
-        rest = RemainingSources(sources, source, ignore_file, unread)
-        _Opening(source, rest, ReadOptions(Locate.NOTHING, only), units, compare_config=compare_config).directory()
-
-    opening.files.lost = lost
+    remaining = RemainingSources(sources, source, options.ignore_file)
     with gc_paused():
         try:
+            opening = _Opening(source, remaining, locate, options)
             checkpoint = opening.directory() if entry.directory else opening.file(entry)
         except SourceError as error:
-            several = several_with_unread(source, error, sources, open_without) if entry.directory else None
+            several = _several_beside_unread(source, error, sources, options) if entry.directory else None
             if several is None:
                 raise
             raise several from error
@@ -117,23 +112,31 @@ def open_checkpoint(
     return checkpoint
 
 
+def _several_beside_unread(
+    source: str, error: SourceError, sources: Sources, options: OpenOptions
+) -> SeveralCheckpointsError | None:
+    """The error if the directory ``source`` has several checkpoints, and ``error`` is about one of them."""
+
+    def open_without(unread: frozenset[str]) -> None:
+        rest = RemainingSources(sources, source, options.ignore_file, unread)
+        as_listed = replace(options, prefer_dcp_over_exports=False, lost=())
+        _Opening(source, rest, Locate.NOTHING, as_listed).directory()
+
+    return several_with_unread(source, error, sources, open_without)
+
+
 class _Opening:
-    def __init__(
-        self,
-        source: str,
-        sources: RemainingSources,
-        options: ReadOptions,
-        units: Units | None,
-        *,
-        compare_config: bool,
-    ) -> None:
-        self.compare_config = compare_config
+    """One reading of ``source``: what was found, read and accounted for so far."""
+
+    def __init__(self, source: str, sources: RemainingSources, locate: Locate, options: OpenOptions) -> None:
+        self.compare_config = options.compare_config
         self.source = source
         self.sources = sources
-        self.options = options
-        self.files = FileTable(units)
+        self.options = ReadOptions(locate, options.only, options.prefer_dcp_over_exports)
+        self.files = FileTable(options.units)
+        self.files.lost = options.lost
         self.book = AccountBook(source)
-        self.search = Search(source, sources, options, self.book, self._has_state)
+        self.search = Search(source, sources, self.options, self.book, self._has_state)
 
     def file(self, entry: Entry) -> Checkpoint:
         recognise = (recognise_foreign_file, *(reader.recognise_file for reader in READERS))
@@ -188,6 +191,24 @@ class _Opening:
         units = _nearest_units(self._directories_above(found.path), self.sources)
         # The manifest lists files that are ignored, too.
         manifest = read_manifest(found.path, found.names, self.sources.all)
+        self._know(units, manifest)
+        read = self._read_parts(found)
+        if self.options.prefer_dcp_over_exports:
+            read = without_exports(read)  # the account says that nothing in the checkpoint names their files
+        self._account_for_ignored(found)
+        joined = join(self.source, read, self.files, [*found.notes_on_place(), *found.notes], self.sources)
+        joined.origin = replace(joined.origin, left_out=tuple(found.beside), steps=tuple(found.steps))
+        checkpoint = self._with_what_is_beside(with_flavor(joined, found.names, found.path), found, units, manifest)
+        account = self.book.account(read, self.files.files(), self.sources)
+        checkpoint.ledger = replace(checkpoint.ledger, account=account)
+        unnamed = LeftOut.unnamed(found.path, account)
+        checkpoint.origin = replace(checkpoint.origin, left_out=(*checkpoint.origin.left_out, *unnamed))
+        return checkpoint
+
+    def _know(self, units: FoundUnits | None, manifest: ReadManifest) -> None:
+        """Take what readers need of the files beside the checkpoint: the order of each rank's optimizer, and which
+        dicts are others. A manifest was written with the checkpoint, and knows better.
+        """
         recorded = manifest.units.units if manifest.units is not None else None
         if recorded is not None and recorded.orders:
             self.files.units = recorded
@@ -195,23 +216,25 @@ class _Opening:
             self.files.units = units.units
         self.files.without_slices = manifest.without_slices
         self.files.lost = manifest.lost or self.files.lost
-        read = self._read_parts(found)
-        if self.options.prefer_dcp_over_exports:
-            read = without_exports(read)  # the account says that nothing in the checkpoint names their files
-        if self.sources.ignored:
-            ignored = tuple(self.sources.ignored)
-            for path, directory in self.sources.ignored.items():
-                self.book.left_out(f"{self.source.rstrip('/')}/{path}", Rule.IGNORED, directory=directory)
-            found.notes.append(Note("ignored", f"left out by {flags.ignore_file}: {some_of(ignored, 6)}", keys=ignored))
-        notes = [*found.notes_on_place(), *found.notes]
-        checkpoint = join(self.source, read, self.files, notes, self.sources)
-        checkpoint.origin = replace(checkpoint.origin, left_out=tuple(found.beside), steps=tuple(found.steps))
-        checkpoint = with_flavor(checkpoint, found.names, found.path)
+
+    def _account_for_ignored(self, found: Found) -> None:
+        """Say in the account, and in a note, what options leave out."""
+        if not self.sources.ignored:
+            return
+        ignored = tuple(self.sources.ignored)
+        for path, directory in self.sources.ignored.items():
+            self.book.left_out(f"{self.source.rstrip('/')}/{path}", Rule.IGNORED, directory=directory)
+        found.notes.append(Note("ignored", f"left out by {flags.ignore_file}: {some_of(ignored, 6)}", keys=ignored))
+
+    def _with_what_is_beside(
+        self, joined: Checkpoint, found: Found, units: FoundUnits | None, manifest: ReadManifest
+    ) -> Checkpoint:
+        """``joined`` with what its units files, manifests and configuration say of it, and what they contradict."""
         if units is not None:
-            with_units(checkpoint, units)
+            with_units(joined, units)
             if units.units is not None and relative_path(units.path, self.source) != units.path:
                 self.book.read(units.path, METADATA)
-        checkpoint = without_rank_facts(with_manifest(checkpoint, manifest, self.sources.all))
+        checkpoint = without_rank_facts(with_manifest(joined, manifest, self.sources.all))
         with_manifests_of_parts(checkpoint, found.path, self.sources.all)
         absent = missing_sections(checkpoint, found.names)
         unfinished = [problem for entry in found.unfinished if (problem := _unfinished(entry, checkpoint)) is not None]
@@ -219,10 +242,6 @@ class _Opening:
         if self.compare_config:
             contradicted = config_problems(checkpoint, found.path, found.names, self.sources)
         checkpoint.ledger = checkpoint.ledger.with_problems(*(unfinished or absent), *contradicted)
-        account = self.book.account(read, self.files.files(), self.sources)
-        checkpoint.ledger = replace(checkpoint.ledger, account=account)
-        unnamed = LeftOut.unnamed(found.path, account)
-        checkpoint.origin = replace(checkpoint.origin, left_out=(*checkpoint.origin.left_out, *unnamed))
         return checkpoint
 
     def _directories_above(self, path: str) -> list[str]:

@@ -114,8 +114,8 @@ def join(
         named=named,
         copies=main.tree.copies if main is with_model else {},
     )
-    checkpoint = checkpoint.noted(*_unmatched_names_of_sections(checkpoint))
-    return with_masters(checkpoint, sources)
+    noted = checkpoint.noted(*_unmatched_names_of_sections(checkpoint))
+    return with_masters(noted, sources)
 
 
 def _as_extras_of_lightning(part: ReadPart) -> ReadPart:

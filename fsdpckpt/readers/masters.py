@@ -46,21 +46,30 @@ def with_masters(checkpoint: Checkpoint, sources: Sources) -> Checkpoint:
     Masters that nothing ties to parameters stay extras, with a note; those of other shapes are a fatal problem, and so
     are those that round to other values than the model's copies.
     """
-    checkpoint = _with_untied(checkpoint, "")
-    place, wrapper = _wrapper(checkpoint)
-    if checkpoint.model is None or not wrapper:
-        return checkpoint
-    checkpoint = saved = replace(checkpoint, origin=replace(checkpoint.origin, has_masters=True))
-    if _FLAT_MASTERS in wrapper:
-        divided = _divided(checkpoint, place, wrapper) or _divided_by_value(checkpoint, place, wrapper, sources)
-        if divided is None:
-            return _with_untied(checkpoint, dotted((*place, _FLAT_MASTERS)))
-        checkpoint = divided
-        place, wrapper = _wrapper(checkpoint)
+    without_untied = _with_untied(checkpoint, "")
+    place, wrapper = _wrapper(without_untied)
+    if without_untied.model is None or not wrapper:
+        return without_untied
+    wrapped = replace(without_untied, origin=replace(without_untied.origin, has_masters=True))
+    divided = _with_flat_ones_divided(wrapped, place, wrapper, sources)
+    if divided is None:
+        return _with_untied(wrapped, dotted((*place, _FLAT_MASTERS)))
+    place, wrapper = _wrapper(divided)
     found = _masters(wrapper)
     if found is None:
+        return divided
+    key, groups = found
+    return _with_tied(wrapped, divided, (*place, key), groups, sources)
+
+
+def _with_flat_ones_divided(
+    checkpoint: Checkpoint, place: tuple[Key, ...], wrapper: dict[Key, Value], sources: Sources
+) -> Checkpoint | None:
+    """``checkpoint``, whose master weights have no flat tensors any more; None if nothing proves what is in them."""
+    if _FLAT_MASTERS not in wrapper:
         return checkpoint
-    return _with_tied(saved, checkpoint, (*place, found[0]), found[1], sources)
+    by_length = _divided(checkpoint, place, wrapper)
+    return by_length if by_length is not None else _divided_by_value(checkpoint, place, wrapper, sources)
 
 
 def has_untied_masters(checkpoint: Checkpoint) -> bool:

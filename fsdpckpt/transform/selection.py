@@ -174,7 +174,7 @@ class NoKeyMatchesError(UsageError):
 def find_unmatched_globs(
     names_of_each: Mapping[str, Sequence[str]], include: Iterable[str], exclude: Iterable[str], source: str
 ) -> list[NoKeyMatchesError]:
-    """An error for each glob that matches no name of any parameter. ``names_of_each``: as for ``keep_keys``."""
+    """An error for each glob that matches no name of any parameter. ``names_of_each``: as for ``find_kept``."""
     names = list(names_of_each.values())
     return [
         *find_unmatched(flags.include, include, names, source),
@@ -182,20 +182,21 @@ def find_unmatched_globs(
     ]
 
 
-def keep_keys(
+def find_kept(
     checkpoint: Checkpoint,
     names_of_each: Mapping[str, Sequence[str]],
     *,
     include: Sequence[str],
     exclude: Sequence[str],
     shared: Sequence[tuple[str, str]] = (),
-) -> Checkpoint:
-    """Keep the parameters that match a glob of ``include`` (all if empty) and none of ``exclude``.
+) -> Checkpoint | NoKeyMatchesError:
+    """``checkpoint`` with the parameters that match a glob of ``include`` (all if empty) and none of ``exclude``; the
+    error if none is left.
 
     Selects in the model and in the optimizer, which is keyed by name. A shared parameter stays under the names that are
     kept, with its states. ``names_of_each``: for each parameter all names that globs may match. ``shared``: (later
-    name, first name) of shared parameters whose later names the checkpoint may lack. Raises NoKeyMatchesError if none
-    is left.
+    name, first name) of shared parameters whose later names the checkpoint may lack. Raises SourceUnsupportedError for
+    a state of several parameters of which some are left out.
     """
     kept = {name: name for name, names in names_of_each.items() if is_selected(names, include=include, exclude=exclude)}
     for later, first in shared:
@@ -203,7 +204,7 @@ def keep_keys(
         if left_out and is_selected((later,), include=include, exclude=exclude):
             kept.setdefault(first, later)
     if not kept:
-        raise none_left(checkpoint.source, len(names_of_each))
+        return none_left(checkpoint.source, len(names_of_each))
     dropped = [name for name in names_of_each if kept.get(name) != name]
     if not dropped:
         return checkpoint

@@ -22,7 +22,7 @@ from fsdpckpt.ir.files import paths_in
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.values import walk
 from fsdpckpt.readers import detect
-from fsdpckpt.readers.detect import open_checkpoint
+from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
 from fsdpckpt.readers.parts import ReadPart
 from fsdpckpt.readers.protocol import FileTable
 from fsdpckpt.storage.sources import Sources
@@ -68,7 +68,9 @@ def test_every_file_and_every_entry_of_the_collection_is_accounted_for(
         parts.clear()
         try:
             with Sources() as sources:
-                checkpoint = open_checkpoint(str(path), sources=sources, ignore_file=("truth*", "*[o]l.pt"))
+                checkpoint = open_checkpoint(
+                    str(path), sources=sources, options=OpenOptions(ignore_file=("truth*", "*[o]l.pt"))
+                )
         except NeedsInformationError as error:  # several checkpoints in one directory
             assert len(error.details) > 1
             continue

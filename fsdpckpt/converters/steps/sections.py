@@ -36,23 +36,27 @@ def each_section(draft: Draft, decision: Decision, steps: Sequence[Step]) -> Dra
     """
     opened = draft.checkpoint
     if not opened.named or decision.options.only is not None:
-        opened = _with_named_beside(opened, draft.knowledge, decision)
-        only = take(steps, replace(draft, checkpoint=opened, opened=opened), decision)
+        with_beside = _with_named_beside(opened, draft.knowledge, decision)
+        only = take(steps, replace(draft, checkpoint=with_beside, opened=with_beside), decision)
         return note_unused(only, [only])
-    used: list[flags.Wording] = []
-    if decision.layout is not Layout.FULL and opened.layout is not Layout.FLATTENED:
-        opened = _with_listed_parameters(draft, decision)
-        used.append(flags.buffers)  # to know the parameters that the optimizers list
-    taken = _sections_to_flatten(opened, draft) if decision.layout is Layout.FLATTENED else opened.named
-    main = take(steps, _begun(draft, opened, None, decision), decision)
-    done = [_take_section(steps, draft, decision, opened, section) for section in taken]
+    # Each optimizer lists some of the parameters: what one says of a model, all sections know.
+    shares_lists = decision.layout is not Layout.FULL and opened.layout is not Layout.FLATTENED
+    source = _with_listed_parameters(draft, decision) if shares_lists else opened
+    taken = _sections_to_flatten(source, draft) if decision.layout is Layout.FLATTENED else source.named
+    main = take(steps, _begun(draft, source, None, decision), decision)
+    done = [_take_section(steps, draft, decision, source, section) for section in taken]
     sections = [main, *done]
     _require_matches(sections, taken)
-    if main.left_out:
-        main = replace(main, checkpoint=replace(opened, model=None, optim=None))
-    applied_maps: tuple[AppliedMap, ...] = next((each.applied_maps for each in (main, *done) if each.applied_maps), ())
-    joined = _joined(main.checkpoint, opened, dict(zip(taken, done, strict=True)))
-    return _promoted(note_unused(replace(main, checkpoint=joined, applied_maps=applied_maps), sections, used))
+    rest = replace(source, model=None, optim=None) if main.left_out else main.checkpoint
+    joined = _joined(rest, source, dict(zip(taken, done, strict=True)))
+    whole = replace(main, checkpoint=joined, applied_maps=_first_applied(sections))
+    used = [flags.buffers] if shares_lists else []  # to know the parameters that the optimizers list
+    return _promoted(note_unused(whole, sections, used))
+
+
+def _first_applied(sections: Sequence[Draft]) -> tuple[AppliedMap, ...]:
+    """What the maps did to the first of ``sections`` that they apply to."""
+    return next((each.applied_maps for each in sections if each.applied_maps), ())
 
 
 def _sections_to_flatten(opened: Checkpoint, draft: Draft) -> tuple[NamedSection, ...]:

@@ -9,15 +9,16 @@ from fsdpckpt.converters.steps.draft import Draft
 from fsdpckpt.converters.steps.rename import renaming
 from fsdpckpt.converters.steps.shared_places import require_places
 from fsdpckpt.converters.target.decision import Decision
+from fsdpckpt.errors import required
 from fsdpckpt.flat.units.changes import NameChanges
 from fsdpckpt.ir import Layout, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.names import without_module
 from fsdpckpt.transform.selection import (
     NoKeyMatchesError,
+    find_kept,
     find_unmatched_globs,
     is_selected,
-    keep_keys,
     parameter_names,
     select_section,
 )
@@ -42,18 +43,16 @@ def select_keys(draft: Draft, decision: Decision) -> Draft:
     names_of_each = _names_in_globs(draft)
     if draft.one_of_several and not names_of_each:
         return draft
-    draft = draft.with_unmatched(
+    matched = draft.with_unmatched(
         find_unmatched_globs(names_of_each, options.include, options.exclude, checkpoint.source)
     )
-    try:
-        selected = keep_keys(
-            checkpoint, names_of_each, include=options.include, exclude=options.exclude, shared=_shared_in_units(draft)
-        )
-    except NoKeyMatchesError:
-        if draft.one_of_several:
-            return replace(draft, left_out=True)
-        raise
-    changed = draft.with_selection(selected, _changes(draft, selected, decision))
+    selected = find_kept(
+        checkpoint, names_of_each, include=options.include, exclude=options.exclude, shared=_shared_in_units(draft)
+    )
+    if isinstance(selected, NoKeyMatchesError) and draft.one_of_several:
+        return replace(matched, left_out=True)
+    kept = required(selected)
+    changed = matched.with_selection(kept, _changes(draft, kept, decision))
     counted = decision.layout is not Layout.FLATTENED and (options.key_type or changed.source_keys) == "id"
     if counted and checkpoint.optim is not None and changed.known_units is not None:
         require_places(changed, [changed.known_units.parameters], f"{flags.key_type('name')}", written=False)
