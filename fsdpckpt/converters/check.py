@@ -9,61 +9,38 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import numpy as np
 
 from fsdpckpt.comm.protocol import Group
-from fsdpckpt.converters.lay_out import dtype_rule
 from fsdpckpt.converters.linking import require_recorded
 from fsdpckpt.converters.output.places import OutputPlaces
+from fsdpckpt.converters.read_back import Pair, not_as_planned, read_back
 from fsdpckpt.converters.steps.draft import TransformedCheckpoint
 from fsdpckpt.converters.union_sources import UnionSources, serve_sources
 from fsdpckpt.errors import FsdpckptError, InternalError, SourceError, TargetUnwritableError
 from fsdpckpt.execute.checks import sum_of
-from fsdpckpt.flat.match import Mismatch, match
-from fsdpckpt.ir.checkpoint import Checkpoint, NamedSection, NamedTensor, Section, SourceFile
-from fsdpckpt.ir.dtypes import DTYPES, DType
+from fsdpckpt.ir.checkpoint import SourceFile
+from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import Stored, pack_files, stored_by_number, unpack_files
-from fsdpckpt.ir.row_names import normalise
-from fsdpckpt.ir.sections import alone, main_alone
 from fsdpckpt.ir.tensors import Boxes, Chunks, Int64Array, Tensor
 from fsdpckpt.ir.text_keys import LostDict
-from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions, VerifyLevel
 from fsdpckpt.plan.transfer import SeenBy
 from fsdpckpt.process import gc_paused
 from fsdpckpt.progress import Progress
-from fsdpckpt.readers.detect import OpenOptions, open_checkpoint
-from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.storage import is_url
 from fsdpckpt.storage.places import is_within
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.storage.upload import UPLOADED_LAST
-from fsdpckpt.transform.order_sources import from_units
-from fsdpckpt.transform.rekey import to_names
 from fsdpckpt.verify.elements import first_difference
-from fsdpckpt.writers.dtensor_pickle import has_fsdp_empties, target_version
 
 Compared: TypeAlias = "dict[str, tuple[str, int | None]]"
 """By ``Pair.name``: the SHA-256 of a tensor, and the number of its first element that differs; None if it is equal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A tensor of the source, and what was written for it. ``name``: ``<section> <key>``.
-
-    ``unique``: False if several keys have the same text, as 0 and "0". Their names end in a number then, and their
-    digests are not recorded.
-    """
-
-    name: str
-    source: Tensor
-    written: Tensor
-    unique: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +77,7 @@ class OutputCheck:
         TargetUnwritableError if the output is not what was written: one that fails is discarded, never published.
         """
         group = self.group
-        pairs, written = self._match()
+        pairs, written = self._read_back()
         if self.options.verify is not VerifyLevel.FULL:
             return {}
         named = [self._named(file) for file in written]
@@ -175,13 +152,13 @@ class OutputCheck:
                     resumable=False,
                 )
 
-    def _match(self) -> tuple[list[Pair], Sequence[SourceFile]]:
+    def _read_back(self) -> tuple[list[Pair], Sequence[SourceFile]]:
         with self.group.step("check the output"):
             if self.transformed is None:
                 self._serve()
                 return [], []
             with self.group.heartbeat(), self.open_output() as opener, gc_paused(), self._blamed():
-                return _match(self.transformed, self.path, self.options, opener, self.lost)
+                return read_back(self.transformed, self.path, self.options, opener, self.lost)
 
     def _serve(self) -> None:
         here = self.places.seen_from(self.group.rank)
@@ -245,63 +222,12 @@ class OutputCheck:
         return compared
 
 
-def _match(
-    transformed: TransformedCheckpoint, path: str, options: ConvertOptions, opener: Sources, lost: tuple[LostDict, ...]
-) -> tuple[list[Pair], Sequence[SourceFile]]:
-    """With ``--verify full``, pair every tensor of ``transformed`` with the one written for it; also return the files
-    of the output. ``opener`` opens the output. Raises InternalError if the tensors are not the same.
-    """
-    expected, units, dtypes = transformed.checkpoint, transformed.units, dtype_rule(options)
-    compares = options.verify is VerifyLevel.FULL
-    written = _reopen(path, opener, units, lost, locate=Locate.ALL if compares else Locate.NOTHING)
-    wrong = [problem.message for problem in written.problems if problem.fatal or not problem.loads]
-    written = _by_name(written, transformed, path)
-    empty: set[str] = set()  # parameters without elements, which no flat parameter shows
-    for each in (units, *(named.units for named in expected.named)):
-        if each is not None:
-            empty.update(name for name, param in each.params().items() if not param.numel)
-    unmatched: dict[tuple[Section, str], list[NamedTensor]] = {}  # several where 0 and "0" are both keys, in order
-    for named in _comparable(written, empty):
-        unmatched.setdefault((named.section, named.key), []).append(named)
-    # A named section may read back as extras where the file shows no other model beside it.
-    extras = {named.key: named for named in written.tensors() if named.section is Section.EXTRA}
-    pairs = []
-    counts = {key: len(others) for key, others in unmatched.items()}
-    for named in _comparable(expected, empty):
-        others = unmatched.get((named.section, named.key))
-        other = others.pop(0) if others else extras.get(_place_in_extras(named))
-        dtype = dtypes.of_named(expected, named)
-        if other is None:
-            wrong.append(f"{named.section} {named.key} was not written")
-        elif (other.tensor.shape, other.tensor.dtype) != (named.tensor.shape, dtype):
-            forms = f"{_form_text(other.tensor, other.tensor.dtype)}, not as {_form_text(named.tensor, dtype)}"
-            wrong.append(f"{named.section} {named.key} was written as {forms}")
-        elif _cut_by_fsdp(named.tensor) and not _cut_by_fsdp(other.tensor) and _has_fsdp_empties(options):
-            wrong.append(f"{named.section} {named.key} was written with empty shards in other shapes than FSDP2's")
-        elif compares:
-            unique = counts.get((named.section, named.key), 1) == 1
-            name = f"{named.section} {named.key}" + ("" if unique else f" {len(others or ())}")
-            pairs.append(Pair(name, named.tensor, other.tensor, unique))
-    # DCP makes every key text: extras may then read as a section that the source did not have.
-    places = {(named.section, None if named.of is None else named.of.path) for named in expected.tensors()}
-    stray = (
-        named
-        for others in unmatched.values()
-        for named in others
-        if (named.section, None if named.of is None else named.of.path) in places
-    )
-    wrong.extend(f"{named.section} {named.key} was written and should not be there" for named in stray)
-    if wrong:
-        raise _not_as_planned(path, wrong)
-    return pairs, written.files
-
-
 def _digests(pairs: Sequence[Pair], compared: Compared, path: str) -> dict[str, str]:
     """The SHA-256 of each of ``pairs``, in order. Raises InternalError for pairs that differ."""
     ordered = [(pair.name, *compared[pair.name]) for pair in pairs]
     wrong = [f"{name} differs from the source at element {number}" for name, _, number in ordered if number is not None]
     if wrong:
-        raise _not_as_planned(path, wrong)
+        raise not_as_planned(path, wrong)
     return {pair.name: compared[pair.name][0] for pair in pairs if pair.unique}
 
 
@@ -317,89 +243,6 @@ def _unreadable(error: SourceError) -> TargetUnwritableError:
 
 def _where(path: str) -> str:
     return "store" if is_url(path) else "disk"
-
-
-def _not_as_planned(path: str, wrong: Sequence[str]) -> InternalError:
-    return InternalError(
-        f"the output does not read back as it was planned; {path} was discarded",
-        details=wrong[:20],
-        next_step="please report this with the command line and the output of `fsdpckpt inspect` on the source",
-    )
-
-
-def _reopen(
-    path: str, sources: Sources, units: Units | None, lost: tuple[LostDict, ...], *, locate: Locate
-) -> Checkpoint:
-    try:
-        # A configuration that was copied describes all of the model, of which options may have selected a part.
-        known = OpenOptions(units=units, lost=lost, compare_config=False)
-        return open_checkpoint(path, sources=sources, locate=locate, options=known)
-    except FsdpckptError as error:  # our own output: an error in it is not the fault of the user's source
-        raise InternalError(f"the output does not read back: {error.what}", details=error.details) from error
-
-
-def _by_name(written: Checkpoint, transformed: TransformedCheckpoint, path: str) -> Checkpoint:
-    """``written`` with the sections that were flattened as whole tensors by name."""
-    units_at = {(named.section, named.path): named.units for named in transformed.checkpoint.named}
-    sections: list[NamedSection] = []
-    for named in written.named:
-        units, content = units_at.get((named.section, named.path)), None
-        if units is not None:
-            view = _unflatten(alone(written, replace(named, units=units)), units, path)
-            content = view.model if named.section is Section.MODEL else view.optim
-        sections.append(named if content is None else replace(named, content=content))
-    if transformed.units is not None:
-        main = _unflatten(main_alone(written), transformed.units, path)
-        written = replace(written, model=main.model, optim=main.optim)
-    return replace(written, named=tuple(sections))
-
-
-def _unflatten(written: Checkpoint, units: Units, path: str) -> Checkpoint:
-    """Flattened output as whole tensors by name, unflattened with the units it was written with."""
-    from fsdpckpt.flat.unflatten import unflatten
-
-    matched = match(written, units)
-    if isinstance(matched, Mismatch):
-        raise InternalError(
-            f"the flattened output does not fit its own units; {path} was discarded",
-            details=matched.contradictions[:20],
-        )
-    named, _ = normalise(unflatten(written, matched))  # names that are keys are those of the wrapped model
-    if named.optim is None or named.optim.key_type != "id":
-        return named
-    return to_names(named, from_units(units, "the units it was written with"))  # NO_SHARD and one rank cut nothing
-
-
-def _comparable(checkpoint: Checkpoint, empty: Collection[str]) -> Iterator[NamedTensor]:
-    """The values to compare. Keys of the model and optimizer are the same in every container; keys of extras depend on
-    it.
-
-    ``empty``: parameters without elements, whose states have no place in slices.
-    """
-    for named in checkpoint.tensors():
-        state = named.section is Section.OPTIM and named.state is not None and named.param not in empty
-        if named.section is Section.MODEL or state:
-            yield named
-
-
-def _has_fsdp_empties(options: ConvertOptions) -> bool:
-    return has_fsdp_empties(target_version(options.torch_version)[0])
-
-
-def _cut_by_fsdp(tensor: Tensor) -> bool:
-    return tensor.sharding is None or tensor.sharding.by_fsdp
-
-
-def _place_in_extras(named: NamedTensor) -> str:
-    """The key of a named section's tensor if it reads back as one of the extras; "" for any other tensor."""
-    if named.of is None:
-        return ""
-    inner = named.key.removeprefix(f"{named.of.dotted}.")
-    return f"{named.of.dotted}.state.{inner}" if named.section is Section.OPTIM else named.key
-
-
-def _form_text(tensor: Tensor, dtype: DType) -> str:
-    return f"{dtype.name} {list(tensor.shape)}"
 
 
 def divide_pairs(pairs: Sequence[Pair], source: SeenBy, written: SeenBy, workers: int) -> list[list[Pair]]:

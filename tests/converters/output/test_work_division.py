@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import fsdpckpt
-from fsdpckpt.converters.check import Pair, divide_pairs, pack_pairs, unpack_pairs
+from fsdpckpt.converters.check import divide_pairs, pack_pairs, unpack_pairs
 from fsdpckpt.converters.output.division import assign_parts
 from fsdpckpt.converters.output.spool import Spool, is_sent
 from fsdpckpt.converters.output.upload import assign_senders
+from fsdpckpt.converters.read_back import Pair
 from fsdpckpt.errors import TargetExistsError, TargetUnwritableError
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.tensors import Chunks, Tensor

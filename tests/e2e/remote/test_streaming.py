@@ -136,7 +136,7 @@ def test_a_fault_of_this_program_is_not_called_the_stores(
     def match(*_: object) -> None:
         raise InternalError("the output does not read back as it was planned")
 
-    monkeypatch.setattr(check, "_match", match)
+    monkeypatch.setattr(check, "read_back", match)
     with pytest.raises(InternalError):
         fsdpckpt.convert(files / "full.pt", f"{store}/out", to="sharded", world_size=2)
 
