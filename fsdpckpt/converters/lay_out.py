@@ -131,7 +131,8 @@ def _source_paths(checkpoint: Checkpoint, decision: Decision) -> tuple[Mapping[S
         beside = section is Section.MODEL and place == () and () not in others
         inside = place is not None and not beside and any(other[: len(place)] == place for other in others)
         stays = both_dcp and place is not None and not inside
-        kept = path.keys and path.keys[0] in taken and place and _is_in_dicts(checkpoint.origin.nesting[section])
+        plain_key_is_taken = bool(path.keys) and path.keys[0] in taken
+        kept = plain_key_is_taken and bool(place) and _is_in_dicts(checkpoint.origin.nesting[section])
         moved[section] = replace(path, keys=place) if place is not None and (stays or kept) else path
         if place is not None and not stays and not kept and _share_a_document(decision):
             for extra in extras:

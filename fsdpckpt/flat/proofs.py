@@ -178,7 +178,8 @@ def compare_replicas(checkpoint: Checkpoint, match: FlatMatch) -> tuple[list[Pro
     compared = unknown = 0
     for section, key, tensor in _slice_tensors(checkpoint):
         layout = match.layouts.get(key) if section is Section.MODEL else None
-        for rank, first in _differing_replicas(tensor, layout.shard_count if layout is not None else most, checksums):
+        shard_count = layout.shard_count if layout is not None else most
+        for rank, first in _differing_replicas(tensor, shard_count, checksums):
             if rank < 0:
                 unknown += 1
                 continue

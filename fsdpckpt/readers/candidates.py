@@ -402,9 +402,10 @@ def _pointer(entry: Entry, path: str, candidates: Sequence[str], sources: Source
         is_pointer = _POINTER.match(entry.name) is not None or _NUMBERS.sub("#", named) in forms
         return Pointer(entry.name, named, None) if is_pointer else None
     # Other files may be called latest, too: what names a step is one word with a number.
-    if named is not None and (not named or (_STEP.fullmatch(named) and not _is_there(path, named, sources))):
-        return Pointer(entry.name, named, None)
-    return None
+    if named is None:
+        return None
+    names_missing_step = _STEP.fullmatch(named) is not None and not _is_there(path, named, sources)
+    return Pointer(entry.name, named, None) if not named or names_missing_step else None
 
 
 def pointer_text(pointer: Pointer) -> str:

@@ -279,7 +279,8 @@ def _slices_of_one_rank(part: ReadPart) -> Problem | None:
     optimizer with a state of two dimensions, or with no states, is whole.
     """
     named, optim, tree = named_rank(part.stem), part.sections.optim, part.tree
-    if named is None or named.bare or optim is None or tree.container is not Container.TORCH or tree.world_size > 1:
+    is_single_file = tree.container is Container.TORCH and tree.world_size <= 1
+    if named is None or named.bare or optim is None or not is_single_file:
         return None
     leaves = [leaf for entry in optim.state.values() for leaf in entry.values() if isinstance(leaf, Tensor)]
     if max(named.world or 0, named.rank + 1) < 2 or {leaf.ndim for leaf in leaves if leaf.ndim} != {1}:
@@ -373,7 +374,8 @@ def _extras(parts: Sequence[ReadPart]) -> _Extras:
     for part in parts:
         below, tree, sections = part.sections.extra, part.tree, part.sections
         prefix: KeyPath = ()
-        if (len(parts) == 1 or not part.auxiliary or part.stem in EXTRA_STEMS) and not below.keys() & extra.keys():
+        may_be_at_top = len(parts) == 1 or not part.auxiliary or part.stem in EXTRA_STEMS
+        if may_be_at_top and not below.keys() & extra.keys():
             extra.update(below)
         else:
             stem = part.stem

@@ -31,7 +31,7 @@ from fsdpckpt.ir.checkpoint import (
     ProblemKind,
 )
 from fsdpckpt.ir.files import paths_in, stored_by_number
-from fsdpckpt.ir.optimizer import Optimizer
+from fsdpckpt.ir.optimizer import Optimizer, ParamKey
 from fsdpckpt.ir.spans import tensor_bytes_by_file
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.text_keys import LostDict
@@ -319,11 +319,14 @@ def _restore_undetermined(checkpoint: Checkpoint, undetermined: object) -> None:
 
 def _with_ids(optim: Optimizer) -> Optimizer:
     """``optim`` with its ids as numbers: a container stored them as strings, and there are no param groups."""
-    if optim.param_groups or not all(
-        isinstance(key, int) or (key.isdecimal() and len(key) < _MAX_DIGITS) for key in optim.all_keys()
-    ):
+    keys = list(optim.all_keys())
+    if optim.param_groups or not all(map(_is_id, keys)):
         return optim
-    return optim.renamed({key: int(key) for key in optim.all_keys()})
+    return optim.renamed({key: int(key) for key in keys})
+
+
+def _is_id(key: ParamKey) -> bool:
+    return isinstance(key, int) or (key.isdecimal() and len(key) < _MAX_DIGITS)
 
 
 _DECIDING = (".metadata", ".index.json")  # small, and without them the others mean nothing

@@ -55,7 +55,9 @@ def with_names(parts: Sequence[ReadPart], source: str) -> list[ReadPart]:
         note = Note("several-models", f"{plural(len(keys), _WORDS[section])} found ({', '.join(keys)})")
         if section is Section.OPTIM:
             note = replace(note, kind="several-optimizers")
-        named = [_as_named(part, section, of_part[id(part)]) if id(part) in of_part else part for part in named]
+        for number, part in enumerate(named):
+            if id(part) in of_part:
+                named[number] = _as_named(part, section, of_part[id(part)])
         first = next(number for number, part in enumerate(parts) if id(part) in of_part or part in candidates)
         named[first].sections.notes.insert(0, note)
     return named

@@ -132,5 +132,7 @@ def may_fit_in_some_order(id_count: int, name_count: int, fits: Fits) -> bool:
     """False if ids that fit the same names outnumber these: then no order gives each id a name of its own."""
     if id_count * name_count > _MAX_PAIRS:
         return True
-    choices = [frozenset(name for name in range(name_count) if fits(number, name)) for number in range(id_count)]
-    return all(len(choice) >= count for choice, count in Counter(choices).items())
+    ids_with = Counter[frozenset[int]]()  # how many ids fit just these names
+    for number in range(id_count):
+        ids_with[frozenset(name for name in range(name_count) if fits(number, name))] += 1
+    return all(len(names) >= ids for names, ids in ids_with.items())

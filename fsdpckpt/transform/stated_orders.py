@@ -82,10 +82,10 @@ def _as_optimizer_lists(
         position = {name: index for index, name in enumerate(of_model.names) if name not in of_model.uncertain}
     groups = None if optim is None else groups_by_user(listed.names, divided, optim, position)
     sizes = list(map(len, divided))
-    if optim is not None and optim.rebuilt and len(sizes) > len(optim.groups or ()) and sum(sizes) == len(listed.rows):
-        groups = split_by_sizes(
-            listed.names, sizes
-        )  # rebuilt groups may have been more, and ``divided_as_recorded`` compares them
+    divides_all = sum(sizes) == len(listed.rows)
+    if optim is not None and optim.rebuilt and divides_all and len(sizes) > len(optim.groups or ()):
+        # Rebuilt groups may have been more, and ``divided_as_recorded`` compares them.
+        groups = split_by_sizes(listed.names, sizes)
     if groups is None:
         return listed
     members = split_by_sizes(range(len(listed.rows)), list(map(len, groups)))

@@ -202,12 +202,13 @@ def _place_named(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> Checkpoi
     notes: list[Note] = []
     for named in checkpoint.named:
         is_optimizer = named.section is Section.OPTIM
+        has_no_place = form.extra is None and not form.keeps_source_keys
         path = named.path
         if is_optimizer and form.optimizers:
             path = form.optimizer_keys(numbers[named.path])
         elif form.keeps_source_keys and len(path) > 1 and checkpoint.flavor != flavor.name:  # it looks for one key
             path = ("_".join(map(str, path)),)
-        elif (is_optimizer and form.optim is None) or (form.extra is None and not form.keeps_source_keys):
+        elif has_no_place or (is_optimizer and form.optim is None):
             message = f"{named.label} is left out: flavor {flavor.name} has no place for it"
             notes.append(Note("not-carried", message, warning=True))
             continue

@@ -162,14 +162,18 @@ def requested_form(flavor: Flavor, suffix: str, options: ConvertOptions, source:
 
 
 def _fitting(flavor: Flavor, suffix: str, options: ConvertOptions, source: Checkpoint) -> list[Form]:
-    return [
-        form
-        for form in forms_for(flavor, source)
-        if options.to in (None, form.layout)
-        and options.container in (None, form.container)
-        and not (suffix and form.directory)
-        and (options.world_size is None or form.layout is not Layout.FULL or _keeps_rank_files(flavor, form, source))
-    ]
+    """The forms of ``flavor`` that a target with these ``options``, and with ``suffix`` if it is a file, may have."""
+    return [form for form in forms_for(flavor, source) if _fits(flavor, form, suffix, options, source)]
+
+
+def _fits(flavor: Flavor, form: Form, suffix: str, options: ConvertOptions, source: Checkpoint) -> bool:
+    if options.to not in (None, form.layout) or options.container not in (None, form.container):
+        return False
+    if suffix and form.directory:
+        return False
+    # A full checkpoint has no ranks to count, but for files that each of them writes beside it.
+    has_ranks = form.layout is not Layout.FULL or _keeps_rank_files(flavor, form, source)
+    return options.world_size is None or has_ranks
 
 
 def _keeps_rank_files(flavor: Flavor, form: Form, source: Checkpoint) -> bool:

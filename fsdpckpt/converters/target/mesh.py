@@ -223,7 +223,8 @@ def _with_groups(
     options = decision.options
     size = options.shard_size
     if mesh is None and options.strategy is not None:
-        if options.strategy is not Strategy.HYBRID_SHARD or size is None or world_size % size or form.hybrid is None:
+        replicates = options.strategy is Strategy.HYBRID_SHARD and size is not None and world_size % size == 0
+        if not replicates or size is None or form.hybrid is None:
             return decision
         target = MeshShape((world_size // size, size), form.hybrid)
         return replace(decision, mesh=TargetMesh((target,), None, _fsdp_default(target)))

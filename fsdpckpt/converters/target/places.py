@@ -43,7 +43,8 @@ def _require_places(checkpoint: Checkpoint, flavor: Flavor, form: Form) -> None:
         (Section.OPTIM, "optimizer", checkpoint.optim, form.keeps_source_keys or form.several or bool(form.optimizers)),
     ):
         several = [named for named in checkpoint.named if named.section is section]
-        if main is None and several and not holds and (section is Section.MODEL or form.optim is not None):
+        is_written = section is Section.MODEL or form.optim is not None
+        if is_written and several and main is None and not holds:
             layout = f" {flags.to(form.layout)}" if form.layout is not checkpoint.layout else ""
             raise NeedsInformationError(
                 f"flavor {flavor.name} saves one {what}, but {checkpoint.source} has {len(several)}",

@@ -74,9 +74,12 @@ def source_schedule(checkpoint: Checkpoint, required: frozenset[str]) -> dict[Ke
 def doubled_schedule(checkpoint: Checkpoint) -> Checkpoint:
     """``checkpoint`` with an LR scheduler for two param groups like the one that it has."""
     path = schedule_path(checkpoint)
-    return checkpoint.with_extras(
-        lambda extra: {key: _doubled(value, path[1:]) if path[:1] == (key,) else value for key, value in extra.items()}
-    )
+
+    def doubled(extra: Mapping[Key, Value]) -> dict[Key, Value]:
+        own = {key: _doubled(value, path[1:]) for key, value in extra.items() if path[:1] == (key,)}
+        return {**extra, **own}
+
+    return checkpoint.with_extras(doubled)
 
 
 def _doubled(value: Value, path: tuple[PathKey, ...]) -> Value:

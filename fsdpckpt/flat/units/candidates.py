@@ -115,7 +115,7 @@ class _Candidates:
         self.unsharded = [
             param
             for param in params
-            if param.sharded is False and param.shape and param.dtype.floating and param.name not in self.listed
+            if param.sharded is False and _may_be_trained(param) and param.name not in self.listed
         ]
 
     def exact(self, parameters: Sequence[str]) -> Iterator[Candidate]:
@@ -277,6 +277,10 @@ def _whole_beside_flat(checkpoint: Checkpoint) -> dict[str, int]:
             if lengths is None or (lengths == lengths[0]).all():
                 numels[clean(key)] = leaf.numel if lengths is None else int(lengths[0])
     return numels
+
+
+def _may_be_trained(param: Parameter) -> bool:
+    return bool(param.shape) and param.dtype.floating
 
 
 def _last_component(param: Parameter) -> str:

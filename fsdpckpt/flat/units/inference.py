@@ -259,12 +259,9 @@ def possibly_channels_last(units: Units) -> list[str]:
     These are convolution kernels with several channels and several elements per channel. Names and shapes do not show
     the memory format; parameters with known strides are not listed.
     """
-    return [
-        param.name
-        for unit in units.units
-        for param in unit.params
-        if len(param.shape) in (4, 5) and param.stride is None and param.shape[1] > 1 and prod(param.shape[2:]) > 1
-    ]
+    params = [param for unit in units.units for param in unit.params]
+    kernels = [param for param in params if len(param.shape) in (4, 5) and param.stride is None]
+    return [param.name for param in kernels if param.shape[1] > 1 and prod(param.shape[2:]) > 1]
 
 
 def why_order_matters(checkpoint: Checkpoint, match: FlatMatch) -> str | None:

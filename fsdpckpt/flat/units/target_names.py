@@ -39,11 +39,10 @@ def target_names(
     checkpoint_names = model_names(checkpoint, "the model section") or left_out
     if checkpoint_names is None and not checkpoint.beside:  # one of several optimizers lists a part of the model
         checkpoint_names = optimizer_names(checkpoint, "the optimizer's own names")
-    chosen = checkpoint_names
     reference = target_reference(request, parameter_names(checkpoint), sources)
-    if reference is not None and (
-        checkpoint_names is None or not (checkpoint_names.ordered and checkpoint_names.in_model_order)
-    ):
+    has_order = checkpoint_names is not None and checkpoint_names.ordered and checkpoint_names.in_model_order
+    chosen = checkpoint_names
+    if reference is not None and not has_order:
         chosen = _with_reference(checkpoint_names, reference)
     if chosen is None:
         raise NeedsInformationError(

@@ -326,9 +326,9 @@ def unwrap_megatron_fsdp(tree: PartContents, files: FileTable, path: str) -> Non
 
 def _is_megatrons(root: Mapping[Key, Value]) -> bool:
     optimizer = root.get("optimizer")
-    return "model" in root and (
-        (isinstance(optimizer, dict) and _SETTINGS in optimizer) or {"args", "checkpoint_version"} <= root.keys()
-    )
+    has_its_settings = isinstance(optimizer, dict) and _SETTINGS in optimizer
+    has_its_arguments = {"args", "checkpoint_version"} <= root.keys()
+    return "model" in root and (has_its_settings or has_its_arguments)
 
 
 def _unwrapped(key: Key) -> Key:

@@ -9,7 +9,7 @@ and empty dicts and lists vanished.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -64,10 +64,8 @@ def read_dcp(path: str, files: FileTable, sources: Sources, *, locate: Locate) -
         located = {tensor.key: tensor for tensor in chosen}
         chunked = [located.get(tensor.key, tensor) for tensor in declared_chunks(ordinary)]
     values = read_values(directory, sources, tree) if locate.values else _few_values(directory, sources, tree)
-    shapes = directory.metadata.unflattened
-    if shapes:
-        chunked = [_in_shape(each, shapes[each.key], file=path) if each.key in shapes else each for each in chunked]
-    tensors = build_tensors(chunked, world_size=directory.world_size)
+    in_shape = _in_own_shapes(chunked, directory.metadata.unflattened, file=path)
+    tensors = build_tensors(in_shape, world_size=directory.world_size)
     _share_equal_settings(tensors, files, sources)
     sharded_blocks = (value for value in blocks.values() if isinstance(value, Tensor) and value.sharded)
     if any(len(tensor.chunks) > 1 for tensor in tensors.values()) or any(True for _ in sharded_blocks):
@@ -121,6 +119,19 @@ def _share_equal_settings(tensors: MutableMapping[str, Tensor], files: FileTable
             source = sources.open_file(read[int(tensor.chunks.file[0])])
             content = source.read(int(tensor.chunks.offset[0]), tensor.nbytes)
             tensors[key] = seen.setdefault((tensor.dtype.name, content), tensor)
+
+
+def _in_own_shapes(
+    chunked: Sequence[ChunkedTensor], shapes: Mapping[str, tuple[int, ...]], *, file: str
+) -> Sequence[ChunkedTensor]:
+    """``chunked``, those among ``shapes`` with boxes of these."""
+    if not shapes:
+        return chunked
+    shaped: list[ChunkedTensor] = []
+    for tensor in chunked:
+        shape = shapes.get(tensor.key)
+        shaped.append(tensor if shape is None else _in_shape(tensor, shape, file=file))
+    return shaped
 
 
 def _in_shape(tensor: ChunkedTensor, shape: tuple[int, ...], *, file: str) -> ChunkedTensor:

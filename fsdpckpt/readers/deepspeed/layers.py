@@ -202,12 +202,16 @@ def _prefix(number: int, keys: Collection[str], known: Set[str], path: str) -> s
     It has every layer either by its number or as a tied one (``_build`` of ``deepspeed/runtime/pipe/module.py``), and a
     tied embedding calls its weight like any other layer.
     """
+
+    def has_keys(prefix: str) -> bool:
+        return any(f"{prefix}.{key}" in known for key in keys)
+
     own = str(number)
-    if not keys or not known.isdisjoint(f"{own}.{key}" for key in keys):
+    if not keys or has_keys(own):
         return own
     tied = {name.split(".")[1] for name in known if name.startswith(f"{_TIED}.")}
     prefixes = [f"{_TIED}.{key}" for key in sorted(tied)]
-    fitting = [prefix for prefix in prefixes if not known.isdisjoint(f"{prefix}.{key}" for key in keys)]
+    fitting = list(filter(has_keys, prefixes))
     if len(fitting) != 1:
         expected = f"its parameters among those of the optimizer, as {number}.<name> or {_TIED}.<key>.<name>"
         raise _unknown_layer(path, fitting, expected, some_of(list(keys), _MAX_NAMES))

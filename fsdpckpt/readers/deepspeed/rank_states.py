@@ -118,11 +118,13 @@ def recorded_names(files: Sequence[StepFile]) -> list[list[str]]:
     not.
     """
     records = [_record(rank_states(file)) for file in sorted(files, key=lambda file: file.data_rank)]
-    if not records or any(record is None or len(record) != len(records[0] or ()) for record in records):
+    known = [record for record in records if record is not None]
+    # All of them list the same flat tensors.
+    if not known or len(known) < len(records) or len(set(map(len, known))) > 1:
         return []
-    by_tensor: list[dict[str, None]] = [{} for _ in records[0] or ()]
-    for record in records:
-        for names, of_rank in zip(by_tensor, record or (), strict=True):
+    by_tensor: list[dict[str, None]] = [{} for _ in known[0]]
+    for record in known:
+        for names, of_rank in zip(by_tensor, record, strict=True):
             names.update(dict.fromkeys(of_rank))
     return [list(names) for names in by_tensor]
 

@@ -282,7 +282,8 @@ class _Universal:
         root = archive.root
         padded = isinstance(root, dict) and root.get(_PADDED) is True
         leaf = root.get("param") if isinstance(root, dict) else root
-        if state == STEP and (type(leaf) in (int, float) or (isinstance(leaf, Object) and leaf.number is not None)):
+        is_number = type(leaf) in (int, float) or (isinstance(leaf, Object) and leaf.number is not None)
+        if state == STEP and is_number:
             return leaf
         if not isinstance(leaf, StoredTensor):
             raise contradiction(path, f"it holds no tensor of {name}")
