@@ -107,11 +107,12 @@ def _lines(value: Json, depth: int) -> str:
 
 
 def loads(data: bytes, *, source: str, labels: Sequence[str] = ()) -> Units | None:
-    """Parse a units file, or a manifest that records units; ``source`` names the file in errors.
+    """``units_in`` what ``parsed`` makes of ``data``."""
+    return units_in(parsed(data, source=source), source=source, labels=labels)
 
-    ``labels``: those of a named section and its model. A manifest has units of each section: the first of these that
-    it has, else those of the main ones, None if it has none of these either. Raises SourceError.
-    """
+
+def parsed(data: bytes, *, source: str) -> object:
+    """The JSON document in a units file, or in a manifest; ``source`` names the file in errors. Raises SourceError."""
     if len(data) > MAX_BYTES:
         raise SourceUnrecognisedError(
             f"{source} is larger than a units file can be",
@@ -120,7 +121,7 @@ def loads(data: bytes, *, source: str, labels: Sequence[str] = ()) -> Units | No
             next_step=_WRITE_AGAIN,
         )
     try:
-        document = json.loads(data, object_pairs_hook=_no_duplicates)
+        document: object = json.loads(data, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise SourceCorruptError(
             f"{source}: not a JSON document: {error}",
@@ -128,6 +129,15 @@ def loads(data: bytes, *, source: str, labels: Sequence[str] = ()) -> Units | No
             why="the file was truncated, or is not a units file",
             next_step=_WRITE_AGAIN,
         ) from None
+    return document
+
+
+def units_in(document: object, *, source: str, labels: Sequence[str] = ()) -> Units | None:
+    """The units that a units file, or a manifest, records; ``document``: what ``parsed`` makes of it.
+
+    ``labels``: those of a named section and its model. A manifest has units of each section: the first of these that
+    it has, else those of the main ones, None if it has none of these either. Raises SourceError.
+    """
     # Other JSON has no fields: a document of null is refused as one, and is no manifest of other sections' units.
     recorded = _recorded(document if isinstance(document, dict) else {}, source, labels)
     return None if recorded is None else decode(recorded, source=source)

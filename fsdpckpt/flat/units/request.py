@@ -43,9 +43,9 @@ from fsdpckpt.ir.optimizer import Optimizer
 from fsdpckpt.ir.sections import alone
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.ir.units import Groups, Units, unit_text
-from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, loads, render
+from fsdpckpt.ir.units_json import MAX_BYTES, UNITS_FILE, encode, parsed, render, units_in
 from fsdpckpt.readers.protocol import MANIFEST, Locate
-from fsdpckpt.storage import is_url
+from fsdpckpt.storage import ByteSource, is_url
 from fsdpckpt.storage.local_target import replace_file
 from fsdpckpt.storage.sources import Sources
 from fsdpckpt.transform.listings import listed_names, model_names, optimizer_names
@@ -135,8 +135,12 @@ def load_units(path: str, sources: Sources, labels: Sequence[str] = ()) -> Units
     entry = sources.stat(path) if path else None
     if entry is None or entry.directory:
         raise _no_file(path, directory=entry is not None)
-    file = sources.open(path)
-    units = loads(file.read(0, min(file.nbytes, MAX_BYTES + 1)), source=path, labels=labels)
+
+    def parse(file: ByteSource) -> object:
+        return parsed(file.read(0, min(file.nbytes, MAX_BYTES + 1)), source=path)
+
+    # Each section asks for its own units; the file is read and parsed once.
+    units = units_in(sources.parsed(path, parse), source=path, labels=labels)
     return units if units is None else units.of_optimizer(_optimizer_names_in(labels)) or units
 
 
