@@ -13,7 +13,7 @@ import torch
 
 import fsdpckpt
 from fsdpckpt.converters import check
-from fsdpckpt.converters.output import streamed
+from fsdpckpt.converters.output import store_publisher, stream_memory
 from fsdpckpt.errors import InternalError, TargetUnwritableError, UsageError
 from fsdpckpt.storage import upload
 from tests.e2e.remote.stores import files_below
@@ -49,8 +49,9 @@ class MemoryParts:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, staging: Path) -> Iterator[str]:
     """A store that takes tiny parts."""
-    monkeypatch.setattr(streamed, "PART", SMALL)
-    monkeypatch.setattr(streamed, "takes_parts", lambda _: True)
+    monkeypatch.setattr(stream_memory, "PART", SMALL)
+    monkeypatch.setattr(store_publisher, "PART", SMALL)
+    monkeypatch.setattr(store_publisher, "takes_parts", lambda _: True)
     monkeypatch.setattr(upload, "takes_parts", lambda _: True)
     monkeypatch.setattr(upload.RemoteTarget, "abort_parts", lambda *_, **__: None)
     monkeypatch.setattr(
@@ -120,7 +121,8 @@ def test_a_store_that_keeps_other_bytes_is_named_with_the_object(store: str, fil
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(upload.RemoteTarget, "put", damaging)
-        patches.setattr(streamed, "PART", 64 << 20)
+        patches.setattr(stream_memory, "PART", 64 << 20)
+        patches.setattr(store_publisher, "PART", 64 << 20)
         with pytest.raises(TargetUnwritableError, match=r"__1_0\.distcp is not what was written to it"):
             fsdpckpt.convert(
                 files / "full.pt", f"{store}/out", to="sharded", world_size=2, verify="full", max_memory=MUCH
@@ -144,7 +146,7 @@ def test_a_fault_of_this_program_is_not_called_the_stores(
 def test_parts_that_do_not_fit_into_memory_are_an_error_with_the_number_that_does(
     store: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "MAX_PARTS", 1)
+    monkeypatch.setattr(stream_memory, "MAX_PARTS", 1)
     with pytest.raises(UsageError, match="too small to send parts of") as caught:
         fsdpckpt.convert(files / "full.pt", f"{store}/out.pt", max_memory="2MiB")
     assert "5MiB" in str(caught.value.next_step) and "staging" in str(caught.value.next_step)
