@@ -77,6 +77,8 @@ def test_a_glob_has_as_many_components_as_the_names(run_of_three: Path, tmp_path
     attempts = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*/actor", to="full")
     assert [attempt.name for attempt in attempts] == ["step-900/actor", "step-1100/actor"]
     assert (tmp_path / "out" / "step-900" / "actor").is_file()
+    again = fsdpckpt.convert_each(run_of_three, tmp_path / "out", "step-*/actor", to="full")
+    assert [attempt.was_there for attempt in (*attempts, *again)] == [False, False, True, True]
 
 
 def test_a_link_to_a_sibling_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
