@@ -9,7 +9,7 @@ from math import lcm, prod
 from typing import TypeVar
 
 from fsdpckpt import flags
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, required
 from fsdpckpt.ir.checkpoint import Checkpoint
 from fsdpckpt.ir.placements import MeshShape, Replicate, Sharding
 from fsdpckpt.ir.tensors import Tensor
@@ -55,10 +55,7 @@ def resized(
     meshes: Mapping[MeshShape, Sequence[Sharding]], world_size: int, *, source: str
 ) -> dict[MeshShape, MeshShape]:
     """As ``find_resized``, with all replicas. Raises NeedsInformationError, with the possible meshes, if none fits."""
-    found = find_resized(meshes, world_size, source=source)
-    if isinstance(found, NeedsInformationError):
-        raise found
-    return found
+    return required(find_resized(meshes, world_size, source=source))
 
 
 def find_resized(

@@ -61,9 +61,7 @@ def apply_key_type(
     optim = checkpoint.optim
     if optim is None or key_type is None or optim.key_type in (None, key_type):
         return checkpoint
-    unreadable = _units_unreadable(checkpoint, given)
-    if unreadable is not None:
-        raise unreadable
+    required(_units_unreadable(checkpoint, given))
     orders = parameter_orders(checkpoint, given)
     return to_ids(checkpoint, orders[0] if orders else None, orders[1:], rule=rule)
 
@@ -186,9 +184,7 @@ def to_ids(
     groups = _grouped_names(optim, order, checkpoint.source)
     _require_names_fit(optim, checkpoint.source, groups, order)
     if order is not None:
-        disagreement = _disagreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)])
-        if disagreement is not None:
-            raise disagreement
+        required(_disagreement(checkpoint.source, order, others, [clean(name) for name in chain(*groups)]))
     if rule is IdRule.MODEL:
         known = [each for each in (order, *others) if each is not None]
         counted = count_over_model(groups, known, checkpoint)
