@@ -110,7 +110,6 @@ class _Matching:
         self.checkpoint = checkpoint
         self.units = laid_out.units
         self.world_size = laid_out.world_size
-        self.shard_size = laid_out.units.shard_size or laid_out.world_size
         self.params = laid_out.params
         self.sharded = laid_out.unit_of
         self.by_key = laid_out.by_key
@@ -170,7 +169,7 @@ class _Matching:
         for rank, start, size in zip(
             leaf.chunks.rank.tolist(), leaf.chunks.start[:, 0].tolist(), leaf.chunks.size[:, 0].tolist(), strict=True
         ):
-            begin, end = layout.shard_range(rank % self.shard_size if layout.shard_count > 1 else 0)
+            begin, end = layout.shard_range(rank % layout.shard_count)
             if size and (start, start + size) != (begin, end):
                 yield f"{unit.key}: rank {rank} holds {start}:{start + size}, the units have {begin}:{end}"
 

@@ -283,9 +283,6 @@ class Rearranger:
         return self.join(pieces)
 
 
-_PLACES = ("rank", "file", "offset")
-
-
 def _moved(chunks: Chunks, rows: Rows, itemsize: int) -> Chunks:
     """The chunks of ``rows``. An offset that is not known yet stays so."""
     row = slice(None) if rows.row is None else rows.row

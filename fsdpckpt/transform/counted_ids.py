@@ -187,7 +187,6 @@ def count_over_model(
         taken = "is taken for a buffer" if len(plain) == 1 else "are taken for buffers"
         how += (
             f"; {some_of(plain)} {taken}: whole beside distributed tensors ({flags.parameters('FILE')} with all "
-            "parameters of "
+            "parameters of the model says otherwise, if FSDP ignored a frozen one)"
         )
-        how += "the model says otherwise, if FSDP ignored a frozen one)"
     return CountedIds(ids, ordered, how)

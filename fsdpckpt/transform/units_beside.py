@@ -1,4 +1,4 @@
-"""Refuses to name parameters without the units file beside a checkpoint, if there is one that cannot be used.
+"""Why parameters are not named without the units file beside a checkpoint: there is one that cannot be used.
 
 What a units file says is never inferred instead: it was written because files of the checkpoint do not say it.
 """

@@ -49,7 +49,6 @@ from fsdpckpt.transform.units_beside import units_beside_unreadable
 
 _SAVED = f"give the units file that save_units wrote in the job that saved this: {flags.units('FILE')}"
 
-
 UnitsUnknown: TypeAlias = NeedsInformationError | SourceCorruptError | SourceUnsupportedError
 """Why the units of a source are not known: the error, for whoever needs them."""
 
