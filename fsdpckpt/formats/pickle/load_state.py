@@ -66,7 +66,7 @@ class Load:
                 raise pickle.UnpicklingError("an attribute hides a method of a dictionary")
 
 
-class OpenObject(Object):
+class _OpenObject(Object):
     """An Object to which the unpickler still writes; becomes a plain Object when the load ends."""
 
     __slots__ = ()
@@ -98,7 +98,7 @@ _NEW = object.__new__
 
 
 def open_object(function: Global, arguments: tuple[object, ...], new: bool) -> Object:  # noqa: FBT001 (hot path)
-    made = _NEW(OpenObject)
+    made = _NEW(_OpenObject)
     made.function = function
     made.args = arguments  # type: ignore[assignment]
     made.new = new
@@ -148,10 +148,10 @@ def _no_stub(_module: str, _name: str) -> None:
     """Outside of a load no name has a stub."""
 
 
-class Thread(threading.local):
+class _Thread(threading.local):
     """``load``: the call of ``load`` that runs in this thread, the innermost if several do."""
 
     load = Load(None, _no_stub, 0)
 
 
-THREAD = Thread()
+THREAD = _Thread()

@@ -27,7 +27,7 @@ def stub_for(module: str, name: str) -> object | None:
         return None
     if kind is Kind.CLASS:
         of_tensors = THREAD.load.tensors is not None and module.startswith(_INSTANCE_MODULES)
-        return instance_class(module, name) if of_tensors else stub_class(module, name)
+        return instance_class(module, name) if of_tensors else _stub_class(module, name)
     stub = _Name(module, name)
     THREAD.load.names.append(stub)
     return stub
@@ -72,9 +72,9 @@ def _getattr(name: Global, arguments: tuple[object, ...]) -> object:
         if isinstance(owner, Global):
             nested = NESTED_CLASSES.get((owner.module, owner.name, attribute))
             if nested is not None:
-                return stub_class(*nested) if THREAD.load.tensors is None else instance_class(*nested)
+                return _stub_class(*nested) if THREAD.load.tensors is None else instance_class(*nested)
         # Python 3.11.0 to 3.11.3 wrote an enum member as getattr(class, name).
-        if isinstance(owner, StubClass) and owner.function.name.endswith("MEM_FORMAT_ENCODING"):
+        if isinstance(owner, _StubClass) and owner.function.name.endswith("MEM_FORMAT_ENCODING"):
             return _call(name, (owner.function, attribute))
     return refuse(f"builtins.getattr({', '.join(map(_named, arguments))})")
 
@@ -153,7 +153,7 @@ _CALLS: Mapping[Kind, Callable[[Global, tuple[object, ...]], object]] = {
 }
 
 
-class StubClass(type):
+class _StubClass(type):
     """The type of stub classes. NEWOBJ requires a type; making an instance returns a record instead."""
 
     function: Global
@@ -171,16 +171,16 @@ class StubClass(type):
 
 
 @cache
-def stub_class(module: str, name: str) -> StubClass:
+def _stub_class(module: str, name: str) -> _StubClass:
     function = Global(module, name)
 
     def new(_cls: type, *arguments: object) -> Object:
         return open_object(function, arguments, new=True)
 
-    return StubClass(name.replace(".", "_"), (), {"__slots__": (), "__new__": new, "function": function})
+    return _StubClass(name.replace(".", "_"), (), {"__slots__": (), "__new__": new, "function": function})
 
 
-class StubInstance(metaclass=StubClass):
+class StubInstance(metaclass=_StubClass):
     """An instance of a class used by DTensor, ShardedTensor or DCP metadata: only its attributes count.
 
     A checkpoint has several for each tensor, so the C unpickler makes and fills them directly; ``torch.distributed``
@@ -240,9 +240,9 @@ _INSTANCE_BASES = {
 
 
 @cache
-def instance_class(module: str, name: str) -> StubClass:
+def instance_class(module: str, name: str) -> _StubClass:
     base = _INSTANCE_BASES.get(name, StubInstance)
-    return StubClass(name.replace(".", "_"), (base,), {"function": Global(module, name)})
+    return _StubClass(name.replace(".", "_"), (base,), {"function": Global(module, name)})
 
 
 def as_object(part: StubInstance) -> Object:
