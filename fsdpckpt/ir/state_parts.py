@@ -54,12 +54,12 @@ def state_parts(states: Mapping[_Name, object]) -> StateParts:
     if not SCALES.keys().isdisjoint(entries):  # as in few checkpoints: this is asked of every parameter
         scales = {scale: state for scale, state in SCALES.items() if scale in entries and state in entries}
         maps = {name: state for name, state in MAPS.items() if name in entries} if scales else {}
+    by_part = {CODES: codes, SCALE: scales, QMAP: maps}
     for name, blocks in states_in_blocks(entries):
         state = str(name)
         shapes[state] = blocks.shape
         for part in blocks.parts:
-            of_kind = {CODES: codes, SCALE: scales, QMAP: maps}[part]
-            of_kind[part_name(name, part)] = state
+            by_part[part][part_name(name, part)] = state
     if not scales and not codes:
         return _NO_PARTS
     return StateParts(codes, scales, maps, shapes)

@@ -11,10 +11,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from fsdpckpt.errors import (
-    FsdpckptError,
-    TargetUnwritableError,
-)
+from fsdpckpt.errors import FsdpckptError, TargetUnwritableError
 from fsdpckpt.storage.mounts import is_in_memory
 from fsdpckpt.text import bytes_text
 

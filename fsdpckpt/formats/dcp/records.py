@@ -166,13 +166,13 @@ class MetadataRuns:
 
     def __init__(self, scan: Scan) -> None:
         self._scan = scan
-        self._placed = ScanResolver(scan, self._compare)
+        self._resolver = ScanResolver(scan, self._compare)
         self._properties: dict[int, object] = {}  # of tensors, by form
         self._entries: dict[int, ScannedTensor] = {}  # by holder: most tensors are described by the same bytes
-        self.finish = self._placed.finish
+        self.finish = self._resolver.finish
 
     def storage(self, persistent_id: object) -> RecordRun | ScannedTensor:
-        run = self._placed.run(persistent_id)
+        run = self._resolver.run(persistent_id)
         if run.holder < 0:
             return run
         entry = self._entries.get(run.holder)

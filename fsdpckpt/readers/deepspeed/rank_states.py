@@ -119,7 +119,7 @@ def recorded_names(files: Sequence[StepFile]) -> list[list[str]]:
     """
     records = [_record(rank_states(file)) for file in sorted(files, key=lambda file: file.data_rank)]
     known = [record for record in records if record is not None]
-    # All of them list the same flat tensors.
+    # Of use only where every rank has one, of as many flat tensors as the others'.
     if not known or len(known) < len(records) or len(set(map(len, known))) > 1:
         return []
     by_tensor: list[dict[str, None]] = [{} for _ in known[0]]
