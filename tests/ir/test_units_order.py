@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.parameters import Parameter
 from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Unit
 from fsdpckpt.transform.id_order import listed_order, lists_own_order
+from tests.oracle.fake_group import as_rank
 
 
 class Inner(nn.Module):
@@ -50,15 +49,12 @@ UNITS = units_of_lists(
 
 @pytest.mark.filterwarnings("ignore")
 def test_ignored_parameters_stand_where_the_wrapped_model_has_them() -> None:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
+    with as_rank(0, 2):
         model = Net()
         strategy = {"sharding_strategy": ShardingStrategy.FULL_SHARD, "device_id": torch.device("cpu")}
         model.inner = FullyShardedDataParallel(model.inner, ignored_states=[model.inner.kept], **strategy)
         wrapped = FullyShardedDataParallel(model, ignored_states=[model.inner.kept], **strategy)
         held = [name.replace("_fsdp_wrapped_module.", "") for name, _ in wrapped.named_parameters()]
-    finally:
-        dist.destroy_process_group()
     names_of = {unit.key: [each.name for each in unit.params] for unit in UNITS.units}
     assert list(UNITS.listed_by_unit()) == [name for key in held for name in names_of.get(key, [key])]
     assert UNITS.listed_by_unit() == ("first", "last.weight", "last.bias", "inner.kept", "inner.cut")

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._flat_param import _get_aligned_numel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdpckpt.flat.live import dtype_of, flattens_in_memory_order
 from fsdpckpt.ir.dtypes import DTYPES
@@ -26,6 +25,7 @@ from fsdpckpt.ir.unit_lists import units_of_lists
 from fsdpckpt.ir.units import Strategy, Unit
 from fsdpckpt.layouts.flattened import FILLER, FlatLayout, alignment, flat_boxes, is_flat_key, layout_of, place_units
 from tests.oracle.compare import identical
+from tests.oracle.fake_group import as_rank
 
 F32 = DTYPES["float32"]
 WORLDS = (1, 2, 3, 5, 8, 16, 64, 512)
@@ -45,8 +45,7 @@ def flattened_by_fsdp(
     dtype: torch.dtype, world_size: int, rank: int, group: int, **options: Any
 ) -> Iterator[tuple[list[torch.Tensor], Any]]:
     """(the unit's parameters before, its flat parameter) of real FSDP1 on this rank, root and nested."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
+    with as_rank(rank, world_size):
         if options.get("sharding_strategy") is ShardingStrategy.HYBRID_SHARD:
             own = range(rank - rank % group, rank - rank % group + group)
             options["process_group"] = tuple(dist.new_group(list(ranks)) for ranks in (own, range(world_size)))
@@ -60,8 +59,6 @@ def flattened_by_fsdp(
             prefix = "1." if isinstance(module.module, Block) else ""
             flat = module._handle.flat_param
             yield [before[prefix + name] for name in flat._fqns], flat
-    finally:
-        dist.destroy_process_group()
 
 
 def ranks_of(world_size: int) -> list[int]:

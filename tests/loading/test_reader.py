@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpckpt
 from fsdpckpt.errors import (
@@ -219,12 +216,9 @@ def test_each_rank_gets_the_extras_of_its_own(tmp_path: Path) -> None:
         torch.save({"up.weight": random(5, 3)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
         torch.save({"rng": random(4, seed=rank)}, tmp_path / f"extra_state_world_size_2_rank_{rank}.pt")
     for rank in (0, 1, 2):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
-        try:
+        with as_rank(rank, 3):
             state = {"rng": torch.empty(4)}
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(tmp_path), no_dist=True)
-        finally:
-            dist.destroy_process_group()
         assert identical(state["rng"], random(4, seed=rank % 2))
 
 
@@ -469,15 +463,6 @@ def test_a_file_that_lost_its_end_after_opening_is_an_error(directory: Path) -> 
     assert "__0_0.distcp" in str(caught.value)
 
 
-@contextmanager
-def rank_of_four(rank: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def sharded(*shape: int) -> DTensor:
     rows = torch.empty(shape).chunk(4)[dist.get_rank()]
     mesh = init_device_mesh("cpu", (4,))
@@ -517,7 +502,7 @@ def test_a_rank_reads_its_shard_of_a_large_file_and_little_else(
         torch.save({"model": weights}, path)
     for rank in range(4):
         read.clear()
-        with rank_of_four(rank):
+        with as_rank(rank, 4):
             state = {"model": {name: sharded(*tensor.shape) for name, tensor in weights.items()}}
             dcp.load(state, storage_reader=fsdpckpt.StorageReader(path), no_dist=True)
             for name, tensor in weights.items():
@@ -539,7 +524,7 @@ def test_a_shard_in_other_strides_is_filled_in_parts(tmp_path: Path, monkeypatch
     monkeypatch.setattr("fsdpckpt.verify.blocks.BLOCK_BYTES", 100)
     weight = random(22, 7)
     torch.save({"model": {"w": weight}}, tmp_path / "full.pt")
-    with rank_of_four(2):
+    with as_rank(2, 4):
         mesh = init_device_mesh("cpu", (4,))
         local = torch.full((7, 6), 77.0).t()
         target = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(22, 7), stride=(7, 1))

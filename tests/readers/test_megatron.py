@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fsdpckpt
@@ -41,6 +39,7 @@ from fsdpckpt.testing import WEIGHTS, ReaderContract
 from tests.golden.megatron.net import Net
 from tests.makers import Change, Make, dcp_of, edit, files, lose, packed, put, with_truth
 from tests.oracle.compare import identical, require_identical, require_parts
+from tests.oracle.fake_group import as_rank
 from tests.readers.contents import opened
 from tests.refusals import Refusal, corrupt, each_of, incomplete, misused, unclear, unsupported
 
@@ -184,8 +183,7 @@ def test_fsdp2_loads_it_on_another_number_of_ranks(
     source, target = golden / "flattened-range", tmp_path / "dcp"
     expected = truth(golden, "flattened-range")["params"]
     fsdpckpt.convert(str(source), str(target), to="sharded", world_size=2, no_weight_decay=STANDARD)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
+    with as_rank(rank, ranks):
         net = fully_shard(Net(), mesh=init_device_mesh("cpu", (ranks,)))
         groups: list[list[torch.nn.Parameter]] = [[], []]
         for name, param in net.named_parameters():
@@ -194,8 +192,6 @@ def test_fsdp2_loads_it_on_another_number_of_ranks(
         model, optim = get_state_dict(net, optimizer)
         reader: Any = StorageReader(source, no_weight_decay=STANDARD) if direct else FileSystemReader(target)
         load({"model": model, "optimizer": optim}, storage_reader=reader, no_dist=True)
-    finally:
-        dist.destroy_process_group()
     for name, values in expected.items():
         held: dict[str, Any] = {"param": model[name], **optim["state"][name]}
         for key in ("param", "exp_avg", "exp_avg_sq"):
