@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.e2e.distributed import processes
-from tests.e2e.distributed.processes import free_port
 from tests.oracle.forked import Program
+from tests.oracle.ranks import free_port
 
 __all__ = ["LOST", "STEPS", "TROUBLES", "Lost", "make", "play", "unkept"]
 

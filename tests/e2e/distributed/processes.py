@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.oracle.forked import ROOT, Program
+from tests.oracle.ranks import free_port
 
-__all__ = ["TROUBLE", "all_ended", "free_port", "on_machine", "place", "started", "trouble"]
+__all__ = ["TROUBLE", "all_ended", "on_machine", "place", "started", "trouble"]
 
 TROUBLE = os.path.join(ROOT, "tests", "e2e", "distributed", "trouble")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def trouble(rank: int, place: str, kind: str, when: object, call: int = 1) -> dict[str, str]:

@@ -14,7 +14,8 @@ import pytest
 import fsdpckpt
 from tests.e2e.distributed.cases import disks, unequal
 from tests.e2e.distributed.disks import can_bind
-from tests.e2e.distributed.processes import all_ended, free_port, on_machine
+from tests.e2e.distributed.processes import all_ended, on_machine
+from tests.oracle.ranks import free_port
 
 pytestmark = pytest.mark.skipif(not can_bind(), reason="this machine allows no mount namespaces")
 

@@ -8,7 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.e2e.distributed.processes import all_ended, free_port, on_machine, trouble
+from tests.e2e.distributed.processes import all_ended, on_machine, trouble
+from tests.oracle.ranks import free_port
 
 LIMIT = 4.0  # seconds until a lost worker is noticed
 TASKS = 3

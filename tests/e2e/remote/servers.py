@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.e2e.distributed.processes import free_port
+from tests.oracle.ranks import free_port
 
 NGINX = """
 {user}

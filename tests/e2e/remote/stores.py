@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.distributed.processes import free_port
 from tests.e2e.remote.servers import Proxy, await_port, proxy
+from tests.oracle.ranks import free_port
 
 __all__ = ["S3", "Store", "files_below", "lead_to", "running_s3", "s3_store", "started"]
 
