@@ -28,9 +28,9 @@ def job_of_one_rank(
 ) -> Job:
     """The job of a rank that writes everything. ``journaled``: what an interrupted run has written."""
     segments = tuple(Segment(number, 0, 0, file.nbytes, 0) for number, file in enumerate(plan.files))
-    claims = (journaled or JournaledWindows()).written()[:, :4]  # segment number n is file number n
+    written = (journaled or JournaledWindows()).written()[:, :4]  # segment number n is file number n
     settings = JobSettings(budget.window, budget.nbytes, 0, 0, 0)
-    return Job(plan, tuple(files), checksums, segments, settings, claims)
+    return Job(plan, tuple(files), checksums, segments, settings, written)
 
 
 def run_plan(

@@ -63,11 +63,11 @@ def _output(made: Scene, number: int) -> Output:
     return Output(file, made.locate(file.path), own=(0, file.nbytes), may_exist=True, expect_silence=lambda _: None)
 
 
-def _kept(output: Output, claims: np.ndarray) -> list[tuple[int, int]]:
-    """The windows that are kept of those that a journal claims."""
-    output.windows_left = len(claims)
+def _kept(output: Output, windows: np.ndarray) -> list[tuple[int, int]]:
+    """Those of ``windows``, which a journal says are written, that are kept."""
+    output.windows_left = len(windows)
     buffer = memoryview(bytearray(512))
-    return [(low, high) for _, low, high, crc, _ in claims.tolist() if output.read_back(low, high, crc, buffer)]
+    return [(low, high) for _, low, high, crc, _ in windows.tolist() if output.read_back(low, high, crc, buffer)]
 
 
 def test_a_window_that_is_not_as_the_journal_says_is_copied_again(tmp_path: Path) -> None:
@@ -76,13 +76,13 @@ def test_a_window_that_is_not_as_the_journal_says_is_copied_again(tmp_path: Path
     for number, file in enumerate(made.plan.files):
         path = Path(made.locate(file.path))
         data = bytearray(path.read_bytes())
-        claims = rows_of(journaled.written(), number)
-        begin, end = claims[len(claims) // 2, 1:3].tolist()
+        windows = rows_of(journaled.written(), number)
+        begin, end = windows[len(windows) // 2, 1:3].tolist()
         data[(begin + end) // 2] ^= 1
         path.write_bytes(data)
         output = _output(made, number)
-        kept = _kept(output, claims)
-        assert kept == [(low, high) for low, high in claims[:, 1:3].tolist() if low != begin]
+        kept = _kept(output, windows)
+        assert kept == [(low, high) for low, high in windows[:, 1:3].tolist() if low != begin]
         assert kept == [(low, low + nbytes) for low, nbytes, _ in output.parts]
     made.require_expected(made.run(journaled))
 

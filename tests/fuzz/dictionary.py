@@ -31,23 +31,10 @@ def _quoted(text: str) -> list[bytes]:
 
 _JSON = rb'null true [] {} "" -1 1e999 NaN 9223372036854775808 "\ud800" ": [['.split()
 _OPCODES = [
-    *(b"\x80\x02", b"\x80\x04", b"}(", b"](", b"(t", b")R", b"\x86R", b"\x87R", b"u.", b"sb.", b"\x8c\x01a", b"q\0"),
-    *(
-        b"X\1\0\0\0a",
-        b"h\0",
-        b"\x94",
-        b"\x93",
-        b"Q",
-        b"\x81",
-        b"\x82\1",
-        b"K\1",
-        b"\x8a\x08",
-        b"\x8f",
-        b"\x90",
-        b"\x91",
-    ),
+    b"\x80\x02", b"\x80\x04", b"}(", b"](", b"(t", b")R", b"\x86R", b"\x87R", b"u.", b"sb.", b"\x8c\x01a", b"q\0",
+    b"X\1\0\0\0a", b"h\0", b"\x94", b"\x93", b"Q", b"\x81", b"\x82\1", b"K\1", b"\x8a\x08", b"\x8f", b"\x90", b"\x91",
     b"N.",
-]
+]  # fmt: skip
 _ZIP = [b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"\1\0\x10\0", b"\xff\xff\xff\xff"]
 _ZIP += [b"a/data.pkl", b"a/byteorder"]
 _NAMED = """

@@ -176,8 +176,10 @@ def load_job(kind: str, path: str, wrap: str) -> Loaded:
         fill(content := content_of(loaded, wrap, form), checkpoint_id=path)
     else:
         loaded = fresh(wrap)
-        content = read_truth(path) if kind == "full" else {}
-        content = content or {"model": rank_file(path, "model"), "optimizer": rank_file(path, "optim")}
+        if kind == "full":
+            content = read_truth(path)
+        else:
+            content = {"model": rank_file(path, "model"), "optimizer": rank_file(path, "optim")}
     put(loaded, wrap, form, content)
     return loaded
 

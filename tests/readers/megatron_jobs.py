@@ -217,6 +217,9 @@ class Run:
         return run
 
 
+QUERY_LATENT, LATENT, KEY, ROTARY, VALUE = 10, 4, 3, 2, 5
+
+
 @dataclass
 class Latent(Run):
     """A job whose attention is latent. ``duplicated``: whether each rank has the whole projections to latents."""
@@ -241,9 +244,6 @@ class Latent(Run):
         latent = {"q_lora_rank": QUERY_LATENT, "kv_lora_rank": LATENT, "qk_head_dim": KEY, "v_head_dim": VALUE}
         usual = vars(super().arguments(rank, world))
         return argparse.Namespace(**{**usual, **latent, "qk_pos_emb_head_dim": ROTARY, "multi_latent_attention": True})
-
-
-QUERY_LATENT, LATENT, KEY, ROTARY, VALUE = 10, 4, 3, 2, 5
 
 
 ALIGNED, SHARDS = 64, 128
