@@ -11,7 +11,7 @@ import torch
 
 import fsdpckpt
 from tests.converters.jobs import RANK_FILES
-from tests.readers.played_ranks import as_rank
+from tests.oracle.fake_group import as_rank
 from tests.writers.experts import ExpertMesh
 from tests.writers.meshes import MeshCase, assert_equal, held, with_moments
 

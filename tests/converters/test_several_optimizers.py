@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdpckpt
 from tests.converters.jobs import RANK_FILES, messages
-from tests.readers.played_ranks import as_rank
+from tests.oracle.fake_group import as_rank
 from tests.writers.meshes import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from fsdpckpt.ir.tensors import contiguous_stride
 from fsdpckpt.layouts import as_fully_shard, emptied, emptied_dimension, last_cuts_of_empty, mesh_box
 from tests.layouts.test_sharded import ours
 from tests.oracle.compare import identical
-from tests.readers.played_ranks import as_rank
+from tests.oracle.fake_group import as_rank
 
 Parameter = tuple[tuple[int, ...], int, Placement | None]
 """A shape, the dimension that FSDP cuts, and what other parallelism makes of it; None: it has none."""

@@ -30,7 +30,8 @@ from fsdpckpt.layouts import (
     shard_order_of,
 )
 from tests.oracle.compare import identical
-from tests.readers.played_ranks import as_rank, shard_rows_twice
+from tests.oracle.fake_group import as_rank
+from tests.readers.played_ranks import shard_rows_twice
 
 ROWS = (1, 2, 3, 5, 7, 8, 9, 12, 13)
 

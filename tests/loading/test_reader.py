@@ -33,7 +33,8 @@ from fsdpckpt.errors import (
 )
 from fsdpckpt.storage.local import LocalFile
 from tests.oracle.compare import differences, identical
-from tests.readers.played_ranks import as_rank, save_as_ranks, shard_rows_twice
+from tests.oracle.fake_group import as_rank
+from tests.readers.played_ranks import save_as_ranks, shard_rows_twice
 from tests.writers.experts import ExpertMesh, mixture
 from tests.writers.meshes import MeshCase, all_three, hsdp, net, over_tp, sharded_model, with_moments
 

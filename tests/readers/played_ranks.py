@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from tests.oracle.fake_group import as_rank
 
-__all__ = ["StackOf", "as_rank", "save_as_ranks", "shard", "shard_rows_twice"]
+__all__ = ["StackOf", "save_as_ranks", "shard", "shard_rows_twice"]
 
 
 def save_as_ranks(

@@ -31,8 +31,9 @@ from tests.formats.torch_saves import loaded, rewritten, saved
 from tests.fuzz.layouts import pickle_in
 from tests.fuzz.mutations import mutated
 from tests.oracle.compare import differences, identical
+from tests.oracle.fake_group import as_rank
 from tests.readers.alike import Refusal, same_end
-from tests.readers.played_ranks import StackOf, as_rank, shard, shard_rows_twice
+from tests.readers.played_ranks import StackOf, shard, shard_rows_twice
 
 WORLD = 6
 

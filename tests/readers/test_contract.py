@@ -18,7 +18,8 @@ from fsdpckpt.readers.torch_checkpointing import TorchCheckpointingReader
 from fsdpckpt.readers.torch_ranks import TorchReader
 from fsdpckpt.readers.torch_shards import TorchShardsReader
 from fsdpckpt.testing import WEIGHTS, ReaderContract
-from tests.readers.played_ranks import as_rank, save_as_ranks, shard
+from tests.oracle.fake_group import as_rank
+from tests.readers.played_ranks import save_as_ranks, shard
 
 MODEL = {name: torch.from_numpy(weight) for name, weight in WEIGHTS.items()}
 MATRICES = {name.rpartition(".")[0]: weight for name, weight in MODEL.items() if weight.ndim == 2}

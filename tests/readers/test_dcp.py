@@ -40,8 +40,9 @@ from fsdpckpt.readers.dcp import overlaps
 from fsdpckpt.readers.protocol import Locate
 from fsdpckpt.text import plural
 from tests.makers import GOLDEN, Change, Make, cut, dcp_of, lose, move, put
+from tests.oracle.fake_group import as_rank
 from tests.readers.contents import held, opened, raw, same_values
-from tests.readers.played_ranks import as_rank, save_as_ranks, shard, shard_rows_twice
+from tests.readers.played_ranks import save_as_ranks, shard, shard_rows_twice
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unrecognised, unsafe, unsupported
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fsdpckpt import api
 from fsdpckpt.formats.dcp import metadata as reader
 from fsdpckpt.storage.local import LocalFile
-from tests.readers.played_ranks import as_rank
+from tests.oracle.fake_group import as_rank
 
 RANKS = 512
 SCALE = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench_scale_make.py"))

@@ -20,8 +20,8 @@ from fsdpckpt.ir.checkpoint import Container, Layout, Section
 from fsdpckpt.ir.tensors import Tensor
 from fsdpckpt.storage import UPLOADING
 from tests.makers import GOLDEN, Change, Make, copied, dcp_of, files, lose, put, safetensors, save, together
+from tests.oracle.fake_group import as_rank
 from tests.readers.contents import opened
-from tests.readers.played_ranks import as_rank
 from tests.readers.test_missing_sections import verl
 from tests.readings import Reading, each_reading
 from tests.refusals import (

@@ -20,8 +20,8 @@ from fsdpckpt.ir.optimizer import Optimizer, RankMembers
 from fsdpckpt.ir.placements import Slices
 from fsdpckpt.ir.tensors import Tensor
 from tests.oracle.compare import identical
+from tests.oracle.fake_group import as_rank
 from tests.readers.contents import Held, held, opened, raw, same_values
-from tests.readers.played_ranks import as_rank
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

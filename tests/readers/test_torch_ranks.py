@@ -31,8 +31,9 @@ from fsdpckpt.readers.torch_ranks.read import read_torch_ranks
 from fsdpckpt.storage.sources import Sources
 from tests.makers import GOLDEN, Change, Make, add_copy, copied, edit, files, lose, put, swap
 from tests.oracle.compare import identical
+from tests.oracle.fake_group import as_rank
 from tests.readers.contents import held, opened
-from tests.readers.played_ranks import as_rank, shard, shard_rows_twice
+from tests.readers.played_ranks import shard, shard_rows_twice
 from tests.refusals import Refusal, corrupt, each_of, incomplete, unsafe, unsupported
 
 SHARD = "_fsdp_shard_FSDP_SHARD_SEPARATOR__fsdp_wrapped_module_FSDP_SHARD_SEPARATOR_flat_param_0"

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdpckpt
 from fsdpckpt.errors import FsdpckptError
-from tests.readers.played_ranks import as_rank
+from tests.oracle.fake_group import as_rank
 
 SHAPES = {"a.weight": (6, 4), "b.weight": (6, 4), "b.bias": (6,), "head.weight": (5, 6)}
 GROUPS = (["a.weight", "b.weight"], ["b.bias", "head.weight"])

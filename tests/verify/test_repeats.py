@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdpckpt
 from fsdpckpt.errors import SourceCorruptError
 from tests.oracle.compare import identical
-from tests.readers.played_ranks import as_rank, save_as_ranks
+from tests.oracle.fake_group import as_rank
+from tests.readers.played_ranks import save_as_ranks
 
 Model = dict[str, torch.Tensor]
 

@@ -22,7 +22,8 @@ from fsdpckpt.writers import WriteSpec, torch_ranks
 from fsdpckpt.writers import dcp as dcp_writer
 from tests.materialise import materialise
 from tests.oracle.compare import identical
-from tests.readers.played_ranks import as_rank, save_as_ranks
+from tests.oracle.fake_group import as_rank
+from tests.readers.played_ranks import save_as_ranks
 from tests.writers.meshes import (
     MESHES,
     MeshCase,
