@@ -140,13 +140,13 @@ def test_what_is_damaged_beside_the_steps_of_a_run_is_a_row_of_it(tmp_path: Path
     assert (run.newest, run.proposed) == ("checkpoint-1000", "checkpoint-1000")
 
 
-@pytest.mark.parametrize("beside", [[], ["checkpoint-900/model.pt"]])
-def test_without_two_steps_what_is_damaged_is_the_error(tmp_path: Path, beside: list[str]) -> None:
+@pytest.mark.parametrize(("damaged", "beside"), [("best", []), ("best", ["checkpoint-900/model.pt"]), ("step-3", [])])
+def test_without_two_steps_what_is_damaged_is_the_error(tmp_path: Path, damaged: str, beside: list[str]) -> None:
     """It may belong to the step: then nothing else may be read in its place."""
     for name in beside:
         saved(tmp_path / name)
-    saved(tmp_path / "best" / "model_world_size_2_rank_0.pt")
-    with pytest.raises(SourceIncompleteError, match="best"):
+    saved(tmp_path / damaged / "model_world_size_2_rank_0.pt")
+    with pytest.raises(SourceIncompleteError, match=damaged):
         fsdpckpt.inspect(tmp_path)
 
 

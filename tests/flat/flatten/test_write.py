@@ -11,6 +11,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdpckpt.flat.flatten import lay_out
+from fsdpckpt.flat.flatten.keys import wrapped_metadata
 from fsdpckpt.flat.flatten.states import unit_states
 from fsdpckpt.ir.checkpoint import Container
 from fsdpckpt.ir.dtypes import DTYPES
@@ -85,6 +86,16 @@ def test_the_versions_of_modules_are_under_the_paths_of_the_new_wrapping(oracle,
     laid_out(wrapped_otherwise, saved, tmp_path, 2)
     expected = loaded(saved / "flat", "model", 0, 2)._metadata
     assert [*loaded(tmp_path, "model", 0, 2)._metadata.items()] == [*expected.items()]
+
+
+def test_the_version_of_a_module_goes_with_it_into_its_wrapper():
+    """As that of a batch norm that is a unit: all modules of the oracle have version 1, as wrappers have."""
+    root, metadata = "_fsdp_wrapped_module", {"": 2, "a": 3, "b": 4, "b.i": 5}
+    wrapped = {"": 1, root: 2, f"{root}.a": 3, f"{root}.b": 1, f"{root}.b.{root}": 4, f"{root}.b.{root}.i": 5}
+    source, expected = ({path: {"version": each} for path, each in of.items()} for of in (metadata, wrapped))
+    for given in (source, expected):
+        assert [*wrapped_metadata(given, units(orig=True)).items()] == [*expected.items()]
+    assert wrapped_metadata(None, units(orig=True)) is None
 
 
 @pytest.mark.parametrize("orig", [True, False])
