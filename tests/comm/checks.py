@@ -635,7 +635,7 @@ def work(out: str) -> int:
         try:
             globals()[name](group)
             results[name] = ""
-        except Exception:  # noqa: BLE001 - reported as what is wrong with this situation
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - reported as what is wrong with this situation
             results[name] = traceback.format_exc()
         with open(os.path.join(out, f"rank-{group.rank}.json"), "w") as file:
             json.dump(results, file)
