@@ -323,6 +323,12 @@ def two_states(states: dict[str, Any], _: int) -> None:
     states["base_optimizer_state"] = [states["base_optimizer_state"]["state"][0]] * 2
 
 
+def one_more(states: dict[str, Any], rank: int) -> None:
+    """The second rank has another flat tensor, with its states."""
+    states["single_partition_of_fp32_groups"] *= 1 + rank
+    states["base_optimizer_state"]["state"] |= {rank: states["base_optimizer_state"]["state"][0]}
+
+
 def groups_of_module(count: int) -> Change:
     more = {"more": torch.Size([2])}
     return edit(MODEL, lambda module: module.update(param_shapes=[*module["param_shapes"], more][:count]))
@@ -437,6 +443,7 @@ REFUSALS = (
         "a group more", step("zero1-grad-fp32", groups_of_module(3)), "2 flat tensors, and the module has 3 groups"
     ),
     corrupt("states more", old_files(2, of_ranks(two_states)), "it has the states of 2 of 1 flat tensors"),
+    corrupt("flat tensors more", old_files(2, of_ranks(one_more)), "it has 1 flat tensor, and other ranks others"),
     unsupported(
         "states that are not split like their weights",
         old_files(3, of_ranks(shorter_moment)),

@@ -569,6 +569,12 @@ REFUSALS = (
         job(lambda made: made[SECOND]["param_shapes"][0].update(norm=torch.Size([8]))),
         "norm has another shape",
     ),
+    corrupt(
+        "a rank without a parameter",
+        job(lambda made: [each.pop("norm") for each in (made[SECOND]["module"], made[SECOND]["param_shapes"][0])]),
+        SECOND,
+        "it has no norm, which another rank has",
+    ),
 )  # fmt: skip
 
 

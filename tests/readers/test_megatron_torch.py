@@ -407,6 +407,8 @@ REFUSALS = (
                 torch.ones(2, 2)})), f"{ONE_SPLIT}{EXPERT}: "),
     unsupported("a parameter that one rank does not have", fused(edit=on_last(lambda content: content["model"].pop(
                 FC1))), f"{ONE_SPLIT}{FC1}: ", f"{ITERATION}/mp_rank_01/{FILE} has no such entry"),
+    unsupported("a layer that one rank does not have", fused(edit=on_last(add_to("model", **{FC1.replace("0", "2"):
+                torch.ones(2, 2)}))), "ranks of pipeline stage 0 have 2 layers, others 3"),
     unsupported("a parameter that several stages have", run_of("stages", edit=add_to("model", **{NORM: torch.ones(8)})),
                 f"{NORM}: several pipeline stages have it"),  # only tied words are in two
     corrupt("a chunk is missing", run_of("interleaved", edit=lambda content: content.pop("model1")),
