@@ -228,8 +228,9 @@ def _in_rounds(counts: Int64Array, rounds: int) -> Int64Array:
     return np.append(counts, np.zeros(rounds - len(counts), np.int64))
 
 
-def _senders(seen_by: SeenBy, files: Int64Array, windows: Int64Array, owner: int) -> Int64Array:
-    """Who sends each part that ``owner`` needs: of file ``files[n]``, for its window number ``windows[n]``.
+def _senders(seen_by: SeenBy, files: Int64Array, places: Int64Array, owner: int) -> Int64Array:
+    """Who sends each part that ``owner`` needs: of file ``files[n]``, for the window that it writes as number
+    ``places[n]``.
 
     The ranks that see a file take turns window by window, for each owner beginning with another one, so that all of
     them send in every round.
@@ -237,7 +238,7 @@ def _senders(seen_by: SeenBy, files: Int64Array, windows: Int64Array, owner: int
     used, row = np.unique(files, return_inverse=True)
     seers = np.argsort(~seen_by[used], axis=1, kind="stable")  # the ranks that see the file come first
     counts = seen_by[used].sum(axis=1)
-    turns: Int64Array = seers[row, (windows + owner) % counts[row]]
+    turns: Int64Array = seers[row, (places + owner) % counts[row]]
     return turns
 
 
@@ -275,9 +276,9 @@ class _NeedSearch:
                     windows_of_parts.append(needed.window + first)
         sizes = np.array([end - begin for _, begin, end in bounds], np.int64)
         window_of = np.concatenate([*windows_of_parts, np.zeros(0, np.int64)])
-        needed_parts = self._parts([needed for _, needed in copies], window_of, owner)
-        in_place = parts_in_place(needed_parts, sizes)
         order = _in_turn([segment for segment, _, _ in bounds], self.files_at_once)
+        needed_parts = self._parts([needed for _, needed in copies], window_of, order, owner)
+        in_place = parts_in_place(needed_parts, sizes)
         round_of = _fill_rounds(bytes_held(needed_parts, in_place, sizes), self.round_bytes, order)
         rounds = int(round_of.max(initial=-1)) + 1
         windows = [Window(*bound, int(number)) for bound, number in zip(bounds, round_of, strict=True)]
@@ -288,15 +289,19 @@ class _NeedSearch:
         }
         return _Need(owner, windows, order, copies, needed_parts, streams, rounds)
 
-    def _parts(self, needed: Sequence[CopyParts], window_of: Int64Array, owner: int) -> Parts:
-        """All parts of ``needed``, which ``owner`` needs; ``window_of``: the number of the window of each."""
+    def _parts(self, needed: Sequence[CopyParts], window_of: Int64Array, order: Sequence[int], owner: int) -> Parts:
+        """All parts of ``needed``, which ``owner`` needs; ``window_of``: the number of the window of each; ``order``:
+        these numbers, as ``owner`` writes the windows.
+        """
         if not needed:
             nothing = np.zeros(0, np.int64)
             return Parts(nothing, nothing, nothing, nothing, nothing.astype(np.bool_))
         columns = np.concatenate([np.stack(each.copies) for each in needed], axis=1)
         file, _, _, target, _, _, rows, cast = columns
         nbytes = np.concatenate([each.nbytes for each in needed])
-        senders = _senders(self.seen_by, file, window_of, owner)
+        place_of = np.empty(len(order), np.int64)  # by window
+        place_of[order] = np.arange(len(order))
+        senders = _senders(self.seen_by, file, place_of[window_of], owner)
         return Parts(window_of, senders, nbytes, target, (rows == 1) & (cast < 0))
 
 

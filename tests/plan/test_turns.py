@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,10 +19,12 @@ WINDOW = 64
 LENGTHS = (5 * WINDOW, 0, 2 * WINDOW - 7, WINDOW, 3 * WINDOW)  # bytes of each target file
 
 
-def transfers(files_at_once: int, *, received: bool) -> TransferPlan:
-    """Rank 0 writes all; what it cannot see, if ``received``, rank 1 sends."""
+def transfers(
+    files_at_once: int, *, received: bool, lengths: Sequence[int] = LENGTHS, senders: int = 1
+) -> TransferPlan:
+    """Rank 0 writes all; what it cannot see, if ``received``, the ranks after it send."""
     files, at = [], 0
-    for number, nbytes in enumerate(LENGTHS):
+    for number, nbytes in enumerate(lengths):
         file = TargetFile(f"out{number}")
         if nbytes:
             file.add_write_item(Tensor(DTYPES["uint8"], (nbytes,), Chunks.whole(file=0, offset=at, shape=(nbytes,))))
@@ -31,7 +34,7 @@ def transfers(files_at_once: int, *, received: bool) -> TransferPlan:
     return plan_transfers(
         plan,
         partition(plan, range(len(files)), [0]),
-        np.array([[not received, True]]),
+        np.array([[not received, *[True] * senders]]),
         rank=0,
         window=WINDOW,
         round_bytes=4 * WINDOW,
@@ -61,3 +64,16 @@ def test_one_round_has_windows_of_several_files() -> None:
     found = transfers(8, received=True).windows
     first = {window.segment for window in found if window.round == 0}
     assert first == {0, 2, 3}
+
+
+@pytest.mark.parametrize("files_at_once", [1, 3, 8])
+@pytest.mark.parametrize(("files", "senders"), [(4, 2), (3, 3)])
+def test_all_who_see_a_source_send_in_every_round(files: int, senders: int, files_at_once: int) -> None:
+    """Also where each file has as many windows as senders, or a multiple: their numbers alone would make one rank send
+    all of a round.
+    """
+    lengths = [2 * senders * WINDOW] * files
+    found = transfers(files_at_once, received=True, lengths=lengths, senders=senders)
+    assert found.rounds > 1 and len(found.receives) == senders
+    by_sender = np.stack([found.receives[sender] for sender in found.receives])
+    assert (by_sender[:, :-1] > 0).all()  # a round has three windows, the last one what is left
