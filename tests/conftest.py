@@ -36,7 +36,7 @@ SLOW_FIRST = (
     "test_wheel.py",
     "verify/test_bit_flips.py",
     "converters/target/test_mesh.py",
-    "formats/test_dcp_runs.py",
+    "formats/test_dcp_records.py",
     "execute/test_distributed_routes.py",
     "plan/test_copies.py",
     "docs",
