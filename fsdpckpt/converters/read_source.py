@@ -20,7 +20,6 @@ from fsdpckpt.flat.units.request import UnitsRequest, load_units
 from fsdpckpt.flat.units.sections import labels_of, places_of, with_parameters_of_section
 from fsdpckpt.ir import Section, section_of
 from fsdpckpt.ir.checkpoint import Checkpoint
-from fsdpckpt.ir.units import Units
 from fsdpckpt.options import ConvertOptions
 from fsdpckpt.options.declare import Scope, given
 from fsdpckpt.readers.dcp.item_numbers import items_of
@@ -36,21 +35,18 @@ from fsdpckpt.verify.masters import require_rounded
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked for. The files that options name are read once for it."""
+    """What is asked for."""
 
     source: str
     target: str
     options: ConvertOptions
     request: UnitsRequest  # what the options say about units
-    units: Units | None  # those in the file of ``--units``
     sources: Sources
 
     @classmethod
     def by(cls, source: str, target: str, options: ConvertOptions, sources: Sources) -> Asked:
-        """What the command asks for. Raises SourceError for a file of an option that cannot be read."""
-        request = units_request(options, listed_parameters(options))
-        units = load_units(options.units, sources) if options.units is not None else None
-        return cls(source, target, options, request, units, sources)
+        """What the command asks for. Raises SourceError if a list of parameters cannot be read."""
+        return cls(source, target, options, units_request(options, listed_parameters(options)), sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,8 @@ def read_source(asked: Asked) -> Opened:
 
 def _open(asked: Asked, locate: Locate) -> Checkpoint:
     options = asked.options
-    known = OpenOptions(only=section_of(options.only), units=asked.units, ignore_file=options.ignore_file)
+    units = load_units(options.units, asked.sources) if options.units is not None else None
+    known = OpenOptions(only=section_of(options.only), units=units, ignore_file=options.ignore_file)
     return open_checkpoint(asked.source, sources=asked.sources, locate=locate, options=known)
 
 
