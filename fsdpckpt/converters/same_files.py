@@ -60,7 +60,7 @@ def _path_in_shared_mount(path: str, device: int) -> str | None:
         return None
     nearest = max(above, key=lambda mount: len(mount.point))  # of several mounts in each other
     inside = os.path.relpath(real, nearest.point)
-    return f"{nearest.kind} {nearest.source} {os.path.normpath(os.path.join(nearest.root, inside))}"
+    return f"{nearest.system} {nearest.source} {os.path.normpath(os.path.join(nearest.root, inside))}"
 
 
 def _is_below(path: str, directory: str) -> bool:
@@ -70,7 +70,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 def _is_shared(mount: Mount) -> bool:
     """Whether other machines see the same files there."""
-    return mount.kind in _SHARED and not mount.source.startswith(_LOCAL_SERVERS)
+    return mount.system in _SHARED and not mount.source.startswith(_LOCAL_SERVERS)
 
 
 def checksum_proof(path: str, sources: Sources) -> bytes:

@@ -17,7 +17,7 @@ class Mount(NamedTuple):
     device: str  # major:minor, the ``st_dev`` of the files in it
     root: str  # the directory of the file system that is seen at ``point``
     point: str
-    kind: str  # ext4, nfs4, tmpfs, fuse.sshfs, ...
+    system: str  # ext4, nfs4, tmpfs, fuse.sshfs, ...
     source: str  # a disk, or a server and what it exports
 
 
@@ -41,7 +41,7 @@ def mounts_of(device: int) -> list[Mount]:
 @functools.cache
 def is_in_memory(device: int) -> bool:
     """Whether the file system with this number (``st_dev``) keeps its files in memory."""
-    return any(mount.kind in _IN_MEMORY for mount in mounts_of(device))
+    return any(mount.system in _IN_MEMORY for mount in mounts_of(device))
 
 
 def _parsed(line: str) -> Mount | None:

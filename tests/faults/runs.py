@@ -17,7 +17,7 @@ Hook = tuple[int, str]
 CODE = """
 import os, sys, threading
 from fsdpckpt.execute import journal
-from fsdpckpt.storage.local import WritableFile
+from fsdpckpt.storage.local_target import WritableFile
 journal.SYNC_SECONDS = 0.002
 exec(os.environ.get("BEFORE", ""))
 written, write, counting = [], WritableFile.write, threading.Lock()

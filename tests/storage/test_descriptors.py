@@ -24,7 +24,7 @@ FEW = 3
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors._close_idle(0)  # of earlier tests
-    monkeypatch.setattr(descriptors, "most_open", lambda: FEW)
+    monkeypatch.setattr(descriptors, "open_file_limit", lambda: FEW)
 
 
 def open_files(directory: Path) -> int:
