@@ -185,6 +185,8 @@ def damages() -> Iterator[tuple[str, str, type[Exception], str]]:
     yield qkv, "0,3,None#0,3,None", SourceCorruptError, "does not say which slices"
     yield qkv, "no slices at all", SourceCorruptError, "does not say which slices"
     yield states, "group", SourceCorruptError, "param group 0 has other settings"
+    yield states, "no groups", SourceCorruptError, "it has no param_groups"
+    yield states, "a group that is none", SourceCorruptError, "param_groups is no dict"
     yield states, "name", SourceCorruptError, "names"
     yield states, "shape", SourceUnsupportedError, "not split like the weight"
     yield "checkpoint_metadata.json", "[1", SourceCorruptError, "not a JSON object"
@@ -207,6 +209,10 @@ def test_what_contradicts_the_rest_is_refused(
         content = torch.load(file)
         if what == "group":
             content["param_groups"][0]["lr"] = 0.7
+        elif what == "no groups":
+            del content["param_groups"]
+        elif what == "a group that is none":
+            content["param_groups"][0] = 7
         elif what == "name":
             content["names"].pop(0)
         else:

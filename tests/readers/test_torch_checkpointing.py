@@ -178,6 +178,12 @@ def test_a_file_outside_the_checkpoint_is_refused(shards: Path, path: str) -> No
         api.inspect(shards)
 
 
+def test_a_dtype_that_torch_does_not_have_is_refused(shards: Path) -> None:
+    change(shards, lambda metadata: described(metadata, "0.weight").update(dtype="torch.float7"))
+    with pytest.raises(SourceCorruptError, match="the dtype"):
+        api.inspect(shards)
+
+
 def test_a_resharder_of_the_jobs_own_is_named(shards: Path) -> None:
     def edit(metadata: dict[str, Any]) -> None:
         groups = metadata["metadata"]["model"]["nested_path_to_metadata"]
