@@ -35,7 +35,9 @@ def rank_files(directory: Path | str, section: str) -> list[Any]:
 
 def require_same_ranks(found: str, expected: str) -> None:
     """The optimizers of both directories are the same."""
-    require_identical(rank_files(found, "optim"), rank_files(expected, "optim"))
+    held = rank_files(found, "optim")
+    assert held
+    require_identical(held, rank_files(expected, "optim"))
 
 
 def changed(source: Path, name: str, change: Any) -> str:

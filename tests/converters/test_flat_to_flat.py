@@ -79,7 +79,7 @@ def in_net(name: str) -> str:
 def require_same(found: str, expected: str, section: str = "") -> None:
     """Both directories hold the same files: the model's byte for byte, the optimizer's by value."""
     names = sorted(path.name for path in Path(expected).glob(f"{section}*.pt"))
-    assert sorted(path.name for path in Path(found).glob("*.pt")) == names
+    assert names and sorted(path.name for path in Path(found).glob("*.pt")) == names
     for name in names:
         if name.startswith("model"):
             assert Path(found, name).read_bytes() == Path(expected, name).read_bytes(), name
