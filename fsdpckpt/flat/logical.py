@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceUnsupportedError, required
+from fsdpckpt.errors import NeedsInformationError, SourceCorruptError, SourceError, SourceUnsupportedError, required
 from fsdpckpt.flat.unflatten import name_slices
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import ResolvedUnits, UnitsRequest, of_same_section
@@ -151,14 +151,23 @@ def _find_units(
 def _with_help_of(
     checkpoint: Checkpoint, request: UnitsRequest, other: Checkpoint | None, sources: Sources
 ) -> Iterator[ResolvedUnits | UnitsUnknown]:
-    """What comes of the units, and of the names, of ``other``."""
+    """What comes of the units, and of the names, of ``other``. Nothing of one that has its names from its own units or
+    from options: what is at its path alone has none.
+    """
     if other is None:
         return
     if other.units is not None and other.units.flat and request.file is None:
         yield find_units_like(checkpoint, other.units, other.origin.units_from or other.source, sources)
     named = model_names(other, other.source) or optimizer_names(other, other.source)
     if named is not None and request.reference is None:
-        yield find_source_units(checkpoint, replace(request, reference=other.source), sources)
+        try:
+            with_names = find_source_units(checkpoint, replace(request, reference=other.source), sources)
+        except NeedsInformationError as error:
+            yield error
+        except SourceError:  # no reference
+            return
+        else:
+            yield with_names
 
 
 def _with_problems(checkpoint: Checkpoint, error: SourceCorruptError) -> Checkpoint:

@@ -80,11 +80,20 @@ def test_what_nothing_names_is_asked_for_and_the_option_that_is_named_settles_it
     assert fsdpckpt.diff(full, verl, unit=["layers.*"], use_orig_params=False).same
 
 
-def test_slices_without_names_beside_another_model_do_not_differ_from_it(flat: Path, tmp_path: Path) -> None:
-    model = nn.Linear(3, 4)
-    torch.save({"model": model.state_dict()}, tmp_path / "another.pt")
-    with pytest.raises(NeedsInformationError, match="cannot be matched"):
-        fsdpckpt.diff(flat, tmp_path / "another.pt")
+@pytest.mark.parametrize("in_slices", [False, True])
+def test_slices_without_names_beside_another_model_do_not_differ_from_it(
+    flat: Path, verl: Path, tmp_path: Path, in_slices: bool
+) -> None:
+    """``in_slices``: whose names come from the units beside them, and are no reference for others."""
+    another = tmp_path / "another.pt"
+    torch.save({"model": nn.Linear(3, 4).state_dict()}, another)
+    if in_slices:
+        fsdpckpt.convert(another, tmp_path / "another", **{**FLAT, "unit": "none", "buffers": "none"})
+        another = tmp_path / "another"
+    for slices in (flat, verl):
+        for pair in ((slices, another), (another, slices)):
+            with pytest.raises(NeedsInformationError, match="cannot be matched"):
+                fsdpckpt.diff(*pair)
 
 
 def test_units_that_the_other_side_records_are_used_and_their_file_is_a_units_file(verl: Path, tmp_path: Path) -> None:
