@@ -20,8 +20,9 @@ from fsdpckpt.ir.dtypes import DTYPES
 from fsdpckpt.ir.files import pack_files, unpack_files
 from fsdpckpt.ir.tensors import Int64Array
 from fsdpckpt.plan import Copies, FilePlan, Plan
-from fsdpckpt.plan.transfer import Segment
+from fsdpckpt.plan.transfer import FILES_AT_ONCE, Segment
 from fsdpckpt.plan.written import NOTHING_WRITTEN_IN_SEGMENTS
+from fsdpckpt.storage.descriptors import written_files_limit
 from fsdpckpt.text import size_text
 
 LARGEST_WINDOW = 8 * 1024 * 1024  # bytes: the cost of a larger request is negligible on every disk measured
@@ -69,9 +70,8 @@ MIN_WINDOWS_HELD = 2 * WINDOWS_PER_ROUND  # two rounds: one is received while th
 class JobSettings:
     """Sizes in bytes, the same on all ranks. ``window``: assembled and written at once; ``window_memory``: buffers of
     all threads together. ``round_bytes``: received in one round; ``rounds_held``: how many rounds are held at once.
-    ``exchange_bytes``: buffers of the process group.
-
-    The last three are 0 if every rank sees all of its sources.
+    ``exchange_bytes``: buffers of the process group. These three are 0 if every rank sees all of its sources.
+    ``files_at_once``: the number of target files that take turns.
     """
 
     window: int
@@ -79,6 +79,7 @@ class JobSettings:
     round_bytes: int
     rounds_held: int
     exchange_bytes: int
+    files_at_once: int
 
 
 def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: bool) -> JobSettings:
@@ -88,8 +89,9 @@ def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: 
     most half for windows, each no more than a sixteenth; rounds of four windows get the rest. Raises UsageError if that
     is not enough.
     """
+    files_at_once = min(FILES_AT_ONCE, written_files_limit())
     if not exchanging:
-        return JobSettings(budget.window, max_memory, 0, 0, 0)
+        return JobSettings(budget.window, max_memory, 0, 0, 0, files_at_once)
     growth = max(1.0, max((source.itemsize / target.itemsize for source, target in plan.casts), default=1.0))
     largest = make_budget(max_memory=max_memory // 2, threads=budget.threads)
     window = max(min(largest.window, max_memory // 32) // PAGE, 1) * PAGE
@@ -97,7 +99,8 @@ def choose_settings(plan: Plan, budget: Budget, max_memory: int, *, exchanging: 
     remaining = max_memory - max_memory // 8 - max_memory // 16 - window_memory
     window = min(window, max(int(remaining / MIN_WINDOWS_HELD / growth) // PAGE, 1) * PAGE)
     round_bytes = int(WINDOWS_PER_ROUND * window * growth)
-    return JobSettings(window, window_memory, round_bytes, max(remaining // round_bytes, 2), max_memory // 8)
+    rounds_held = max(remaining // round_bytes, 2)
+    return JobSettings(window, window_memory, round_bytes, rounds_held, max_memory // 8, files_at_once)
 
 
 def threads_for(settings: JobSettings, budget: Budget) -> int:

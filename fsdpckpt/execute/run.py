@@ -32,7 +32,7 @@ from fsdpckpt.execute.output import Output, OutputState, write_window
 from fsdpckpt.execute.staged import StagedCheck, StagedFile, staged_error
 from fsdpckpt.execute.window import PATIENCE, SLOWEST_DISK, Assembler, CopyPool, SourceReader
 from fsdpckpt.ir.tensors import Int64Array, distinct
-from fsdpckpt.plan.transfer import FILES_AT_ONCE, SeenBy, TransferPlan, Window, plan_transfers
+from fsdpckpt.plan.transfer import SeenBy, TransferPlan, Window, plan_transfers
 from fsdpckpt.plan.written import RECEIVED
 from fsdpckpt.progress import Progress
 from fsdpckpt.storage import ByteSource
@@ -224,7 +224,7 @@ class _Run:
             window=settings.window,
             round_bytes=settings.round_bytes,
             written=written,
-            files_at_once=1 if self.in_parts else FILES_AT_ONCE,
+            files_at_once=1 if self.in_parts else settings.files_at_once,
         )
         for number, windows in Counter(window.segment for window in self.transfers.windows).items():
             self.outputs[number].plan = self.transfers.files[number]

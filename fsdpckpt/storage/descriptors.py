@@ -25,6 +25,12 @@ def open_file_limit() -> int:
     return _MOST if soft == resource.RLIM_INFINITY else max(min(_MOST, soft // _SHARE), _LEAST)
 
 
+def written_files_limit() -> int:
+    """How many target files may be open at a time: each has two descriptors, one of them for direct writes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(soft // (2 * _SHARE), 1)
+
+
 _lock = threading.RLock()  # entered by itself: a finaliser may run while it is held
 _open: OrderedDict[PooledDescriptor, None] = OrderedDict()  # those with a descriptor, the last used last
 

@@ -12,7 +12,7 @@ from fsdpckpt.execute.job import Budget, Job, JobSettings
 from fsdpckpt.execute.journal import JournaledWindows, Recorder
 from fsdpckpt.ir.checkpoint import Checksums, SourceFile
 from fsdpckpt.plan import Plan
-from fsdpckpt.plan.transfer import Segment
+from fsdpckpt.plan.transfer import FILES_AT_ONCE, Segment
 from fsdpckpt.progress import NoProgress, Progress
 from fsdpckpt.storage.sources import Sources
 
@@ -29,7 +29,7 @@ def job_of_one_rank(
     """The job of a rank that writes everything. ``journaled``: what an interrupted run has written."""
     segments = tuple(Segment(number, 0, 0, file.nbytes, 0) for number, file in enumerate(plan.files))
     written = (journaled or JournaledWindows()).written()[:, :4]  # segment number n is file number n
-    settings = JobSettings(budget.window, budget.nbytes, 0, 0, 0)
+    settings = JobSettings(budget.window, budget.nbytes, 0, 0, 0, FILES_AT_ONCE)
     return Job(plan, tuple(files), checksums, segments, settings, written)
 
 

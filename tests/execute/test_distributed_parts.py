@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -216,3 +217,15 @@ def test_a_stopped_worker_is_ended_and_a_running_one_is_not() -> None:
         for process in started:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("open_files", "expected"), [(20, 2), (24, 3), (64, 8), (1024, 8), (resource.RLIM_INFINITY, 8)]
+)
+def test_fewer_files_take_turns_where_few_may_be_open(
+    open_files: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (open_files, open_files))
+    plan, budget = Plan((), (), 0), make_budget(max_memory=1 << 20, threads=2)
+    for exchanging in (False, True):
+        assert choose_settings(plan, budget, 1 << 20, exchanging=exchanging).files_at_once == expected

@@ -30,7 +30,7 @@ from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import Plan, make_plan
 from fsdpckpt.plan import transfer as partitioning
-from fsdpckpt.plan.transfer import Segment, TransferPlan, partition, plan_transfers, target_node
+from fsdpckpt.plan.transfer import FILES_AT_ONCE, Segment, TransferPlan, partition, plan_transfers, target_node
 from fsdpckpt.storage import ByteSource
 from fsdpckpt.storage.object_file import ObjectFile
 from fsdpckpt.storage.sources import Sources
@@ -215,7 +215,11 @@ def test_any_division_of_any_plan_writes_what_one_process_would(seed: int) -> No
             part = 0 if uploads is None else uploads.part
             segments = tuple(partition(plan, range(len(files)), writers, part=part))
         job = Job(
-            plan, sources, Checksums.of([]), segments, JobSettings(window, 0, 4 * window, rng.randrange(1, 5), 256)
+            plan,
+            sources,
+            Checksums.of([]),
+            segments,
+            JobSettings(window, 0, 4 * window, rng.randrange(1, 5), 256, FILES_AT_ONCE),
         )
         again = unpack_job(pack_job(job))
         assert pickle.dumps(pack_job(again)) == pickle.dumps(pack_job(job))
@@ -239,7 +243,7 @@ def test_what_is_cast_is_sent_as_it_was_and_never_cut_within_an_element(tmp_path
     with patch.object(partitioning, "_BLOCK", block):
         segments = tuple(partition(plan, [0], [0, 1, 2]))
     assert len(segments) == 3
-    job = Job(plan, disk.save(), Checksums.of([]), segments, JobSettings(96, 0, 1000, 2, 0))
+    job = Job(plan, disk.save(), Checksums.of([]), segments, JobSettings(96, 0, 1000, 2, 0, FILES_AT_ONCE))
     apart = np.array([[False, False, False, True]])
     assert run(job, apart, str(tmp_path)) == []
     assert (tmp_path / "out").read_bytes() == bytes(3) + values.astype(numpy_dtype(DTYPES[name])).tobytes()
@@ -260,7 +264,7 @@ def test_one_bit_that_changes_on_its_way_is_found_by_whoever_it_came_to(seed: in
         with patch.object(partitioning, "_BLOCK", 16):
             segments = tuple(partition(plan, range(len(files)), [0, 1]))
         window = rng.choice([48, 96, 4096])
-        job = Job(plan, sources, Checksums.of([]), segments, JobSettings(window, 0, 4 * window, 2, 256))
+        job = Job(plan, sources, Checksums.of([]), segments, JobSettings(window, 0, 4 * window, 2, 256, FILES_AT_ONCE))
         transfers = [
             plan_transfers(plan, segments, seen_by, rank=r, window=window, round_bytes=4 * window, written=job.written)
             for r in (0, 1)

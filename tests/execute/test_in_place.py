@@ -23,7 +23,7 @@ from fsdpckpt.ir.targets import Target, TargetFile
 from fsdpckpt.ir.tensors import Chunks, Tensor
 from fsdpckpt.plan import make_plan, streams
 from fsdpckpt.plan import transfer as partitioning
-from fsdpckpt.plan.transfer import TransferPlan, partition, plan_transfers
+from fsdpckpt.plan.transfer import FILES_AT_ONCE, TransferPlan, partition, plan_transfers
 from fsdpckpt.plan.written import NOTHING_WRITTEN
 from fsdpckpt.storage.local_target import BLOCK
 from tests.execute.random_files import Disk, random_files
@@ -97,7 +97,7 @@ def test_what_is_received_in_place_is_what_one_process_would_write(seed: int) ->
         share, alignment = rng.choice([0.51, 0.7, 0.9]), rng.choice([1, 4, 16])
         with patch.object(partitioning, "_BLOCK", rng.choice([1, 16])):
             segments = tuple(partition(plan, range(len(files)), [0, count - 1]))
-        settings = JobSettings(window, 0, 4 * (window + 2 * alignment), rng.randrange(1, 5), 256)
+        settings = JobSettings(window, 0, 4 * (window + 2 * alignment), rng.randrange(1, 5), 256, FILES_AT_ONCE)
         with (
             patch.object(streams, "MOST_OF_A_WINDOW", share),
             patch.object(streams, "ALIGNMENT", alignment),
@@ -122,7 +122,7 @@ def test_what_changed_on_its_way_is_found_and_what_only_fills_a_gap_is_not_asked
         plan, sources = make_plan(Target([file])), disk.save()
         seen_by = np.array([[False, True], [False, True]])
         segments = tuple(partition(plan, [0], [0]))
-        job = Job(plan, sources, Checksums.of([]), segments, JobSettings(256 * KIB, 0, 1 << 20, 2, 256))
+        job = Job(plan, sources, Checksums.of([]), segments, JobSettings(256 * KIB, 0, 1 << 20, 2, 256, FILES_AT_ONCE))
         found = plan_transfers(
             *(plan, segments, seen_by), rank=0, window=256 * KIB, round_bytes=1 << 20, written=NOTHING_WRITTEN
         )
