@@ -52,21 +52,6 @@ class _Matched:
         return "; ".join((*self.candidate.assumed, describe_settings(self.match.units)))
 
 
-def infer(
-    checkpoint: Checkpoint,
-    candidates: Iterable[Candidate],
-    *,
-    wanted: Settings,
-    preferred: Settings | None = None,
-    order_command: Callable[[], str | None] = lambda: None,
-) -> ResolvedUnits | Refusal:
-    """``find_inferred``, which raises NeedsInformationError where that is the answer."""
-    found = find_inferred(checkpoint, candidates, wanted=wanted, preferred=preferred, order_command=order_command)
-    if isinstance(found, NeedsInformationError):
-        raise found
-    return found
-
-
 def find_inferred(
     checkpoint: Checkpoint,
     candidates: Iterable[Candidate],

@@ -22,7 +22,7 @@ from fsdpckpt.flat.slices import describe_lengths
 from fsdpckpt.flat.units.architectures import BaseModel, units_command
 from fsdpckpt.flat.units.build import Settings, build_units, expand_globs, layers_glob
 from fsdpckpt.flat.units.candidates import Candidate, candidates
-from fsdpckpt.flat.units.inference import Refusal, find_inferred, infer
+from fsdpckpt.flat.units.inference import Refusal, find_inferred
 from fsdpckpt.flat.units.presence import is_flattened
 from fsdpckpt.flat.units.request import (
     ResolvedUnits,
@@ -399,7 +399,9 @@ def units_of_base(
         proved = () if source is None else prove(units, source, sources)
         return ResolvedUnits(units, None, (*how, *assumed, *proved))
     agreed = _agreed_prefixes(checkpoint, prefixes_of(checkpoint), prefixes, flags.wrap)
-    result = infer(checkpoint, candidates(checkpoint, base.names, agreed), wanted=request)
+    result = find_inferred(checkpoint, candidates(checkpoint, base.names, agreed), wanted=request)
+    if isinstance(result, NeedsInformationError):
+        raise result
     if isinstance(result, Refusal):
         raise _refused_error(checkpoint, base.names, agreed, result)
     proved = result.match.proved if result.match is not None else ()

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpckpt.errors import NeedsInformationError
+from fsdpckpt.errors import NeedsInformationError, required
 from fsdpckpt.flat.names import UnitPrefixes, prefixes_of
 from fsdpckpt.flat.units import Settings, build_units
 from fsdpckpt.flat.units.candidates import candidates
-from fsdpckpt.flat.units.inference import Refusal, infer
+from fsdpckpt.flat.units.inference import Refusal, find_inferred
 from fsdpckpt.flat.units.request import ResolvedUnits
 from fsdpckpt.ir.checkpoint import Checkpoint, ModelState
 from fsdpckpt.ir.dtypes import DTYPES
@@ -87,7 +87,7 @@ class Row:
         names = name_list(*self.names, ordered=self.ordered, from_reference=self.from_reference)
         more = {} if self.parameters is None else {"parameters": self.parameters}
         of_names = candidates(source, names, self.prefixes, **more)
-        return infer(source, of_names, wanted=self.wanted, preferred=self.preferred)
+        return required(find_inferred(source, of_names, wanted=self.wanted, preferred=self.preferred))
 
 
 def same(truth: Units, **more: Any) -> Row:
@@ -290,7 +290,7 @@ def test_where_units_begin_is_read_from_keys_and_param_names() -> None:
 
 
 def inferred(source: Checkpoint, names: Listing, prefixes: UnitPrefixes) -> ResolvedUnits | Refusal:
-    return infer(source, candidates(source, names, prefixes), wanted=Settings())
+    return required(find_inferred(source, candidates(source, names, prefixes), wanted=Settings()))
 
 
 def test_a_large_model_that_does_not_fit_is_refused_soon() -> None:
