@@ -146,7 +146,6 @@ def _laughs(opening: bytes, closing: bytes, levels: int) -> bytes:
     return data
 
 
-_ONE_KEY = b"".join(text(f"x{n}") + b"h%c" for n in range(10))
 _DICTS = b"Nq\x00" + b"".join(
     b"}(" + b"".join(text(f"x{n}") + b"h%c" % level for n in range(10)) + b"uq%c" % (level + 1) for level in range(40)
 )
